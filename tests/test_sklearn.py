@@ -224,7 +224,19 @@ def test_a_failed_fit_leaves_the_estimator_unfitted(digits):
 PIXELS = np.zeros((4, 8, 8), np.uint8)
 WRONG = [
     (PIXELS, [0, 1, 0], "X has 4 images and y has 3 labels"),
-    (PIXELS, [0, 0, 0, 0], "y has one class, .*0.*at least two"),
+    (PIXELS, [0, 0, 0, 0], "^y has one class, 0: a classifier needs at least two"),
+    (PIXELS, ["cat"] * 4, "^y has one class, 'cat': a classifier needs at least two"),
+    (PIXELS, [0, 1, 2, 3], "^each class in y has one image: add images"),
+    (
+        np.zeros((4, 3, 8, 8), np.uint8),
+        [0, 1, 0, 1],
+        r"^X has the shape \(4, 3, 8, 8\), channels first: pass `X.transpose",
+    ),
+    (
+        [np.zeros((3, 8, 8))] * 4,
+        [0, 1, 0, 1],
+        r"^image has the shape \(3, 8, 8\), channels first: pass `image.transpose",
+    ),
     (PIXELS, None, "y should be a 1d array"),
     (PIXELS, np.eye(4, dtype=int), "y should be a 1d array"),
     (PIXELS, [0.5, 1.5, 0.25, 3], "continuous"),

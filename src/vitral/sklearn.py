@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sklearn.utils import Tags  # type: ignore[missing-module-attribute]
 
 Images = Sequence[ImageLike] | np.ndarray
+_CHANNELS = (1, 3, 4)  # counts that tell which axis has the channels
 
 
 class ImageClassifier(ClassifierMixin, BaseEstimator):
@@ -102,10 +103,12 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         images = _checked_images(X)
         if len(images) != len(labels):
             raise UserError(f"X has {len(images)} images and y has {len(labels)} labels: give one label per image.")
-        classes = np.unique(labels)
+        classes, counts = np.unique(labels, return_counts=True)
         if len(classes) < 2:
-            raise UserError(f"y has one class, {classes[0]!r}: a classifier needs at least two.")
+            raise UserError(f"y has one class, {classes.tolist()[0]!r}: a classifier needs at least two.")
         open_any_images(images)  # raises if a file is missing or an image is of another type
+        if counts.max() < 2:
+            raise UserError("each class in y has one image: add images, since a part of each class is held out.")
         with tempfile.TemporaryDirectory() as folder:
             result = train(
                 [(image, str(label)) for image, label in zip(images, labels, strict=True)],
@@ -185,12 +188,14 @@ def _checked_images(X: Images) -> list[ImageLike]:
     if not len(X):
         raise UserError("X is empty: add images.")
     if isinstance(X, np.ndarray) and X.ndim > 1:
+        _refuse_channels_first("X", X)
         return list(_pixels(X))
     return [_checked_image(image) for image in X]
 
 
 def _checked_image(image: ImageLike) -> ImageLike:
     if isinstance(image, np.ndarray):
+        _refuse_channels_first("image", image)
         return _pixels(image)
     if not isinstance(image, str | Path):
         return image
@@ -198,6 +203,14 @@ def _checked_image(image: ImageLike) -> ImageLike:
     if os.path.isdir(path):
         raise UserError(f"{image} is a folder: list the image files in it.")
     return str(Path(path))
+
+
+def _refuse_channels_first(name: str, array: np.ndarray) -> None:
+    """Refuse an image (channels, height, width), or an array X of such."""
+    axes = 4 if name == "X" else 3
+    if array.ndim == axes and array.shape[-3] in _CHANNELS and array.shape[-1] not in _CHANNELS:
+        order = (0, 2, 3, 1) if axes == 4 else (1, 2, 0)
+        raise UserError(f"{name} has the shape {array.shape}, channels first: pass `{name}.transpose{order}`.")
 
 
 def _pixels(array: np.ndarray) -> np.ndarray:

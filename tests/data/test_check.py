@@ -45,7 +45,16 @@ def test_a_clean_data_set_has_no_findings(tmp_path):
     assert report.imbalance == 1
     result = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
     assert not any(
-        (*result, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
+        (
+            *result,
+            report.empty,
+            report.similar,
+            report.duplicates,
+            report.contradictions,
+            report.near,
+            report.leaks,
+            report.notes,
+        )
     )
     assert (report.grey, report.transparent, report.not_compared) == (0, 0, 0)
 
@@ -135,6 +144,23 @@ def test_folders_without_any_image_are_reported_too(tmp_path):
         (tmp_path / name).mkdir()
     report = check(tmp_path)
     assert (report.empty, report.images, report.imbalance, report.widths) == (("a", "b"), {"train": 0}, 0, {})
+
+
+def test_class_names_that_differ_only_in_case_or_spaces_are_reported(tmp_path, command):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8)
+    report = check(open_data((pixels, ["Cat", "cat", "dog", "dog ", "cats", "cat", "dog", "Cat"]), held_out=0))
+    assert report.similar == (("Cat", "cat"), ("dog", "dog "))
+    assert report.as_dict()["similar"] == report.similar
+    assert "similar" in report.needs_you
+    assert report.notes == (
+        'Class names that differ only in case or spaces: "Cat" and "cat", "dog" and "dog "; '
+        "rename them if they are one class.",
+    )
+    for number, label in enumerate(("Cat", "cat") * 4):
+        save(scene(number), tmp_path / "data" / label / f"{number}.png")
+    output = command("check", tmp_path / "data")
+    assert "similar class names" in output.out.partition("Needs you:")[2]
+    assert "1: Cat ~ cat" in output.out
 
 
 def test_data_for_testing_only_has_no_empty_classes(tmp_path):

@@ -249,6 +249,12 @@ def test_a_data_frame_of_paths_and_labels(form):
     several = whole(data_frame(form, path=paths, label=["bee|ant", "ant", "bee"]))
     assert several.labels.tolist() == [[1, 1], [1, 0], [0, 1]]
     message = 'The data frame has no column "label": its first line names path, kind'
+    named = [data_frame(form, path=paths, label=["bee"] * 3)]
+    for data in (*named, {"train": named[0]}, (named[0], named[0])):
+        with pytest.raises(UserError) as caught:
+            open_data(data)
+        expected = f'{type(named[0]).__name__} object has one class, "bee": a classifier needs at least two, each with'
+        assert str(caught.value) == f"{expected} its own label."
     assert refusal(data_frame(form, path=paths, kind=names)).startswith(message)
 
 
@@ -313,6 +319,52 @@ def test_multi_label_class_names_come_from_the_dataset():
     split = whole(WithTargets(PIXELS[:4], [np.array(row) for row in ([1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 1, 1])]))
     assert split.classes == NAMES
     assert split.labels.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.eye(3)[[0, 1, 2, 0]],
+        torch.eye(3, dtype=torch.int64)[[0, 1, 2, 0]],
+        [[0, 0, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]],
+        [[0, 1], [1, 0], [1, 0], [0, 1]],  # as lists of classes, every image would have both
+    ],
+)
+def test_one_hot_labels_are_refused(labels):
+    message = "Each label is a vector with exactly one 1, as one-hot labels are: use `label.argmax()` if each image has"
+    assert message in refusal((list(PIXELS[:4]), labels))
+    assert message in refusal(Pictures(PIXELS[:4], labels))
+    assert message in refusal({"train": (list(PIXELS[:4]), labels), "test": (list(PIXELS[:4]), labels)})
+
+
+def test_both_ways_out_of_one_hot_labels():
+    vectors = np.eye(3, dtype=np.uint8)[[0, 1, 2, 0]]
+    one = whole((list(PIXELS[:4]), [vector.argmax() for vector in vectors]))
+    assert (one.classes, one.labels.tolist()) == (("0", "1", "2"), [0, 1, 2, 0])
+    several = whole((list(PIXELS[:4]), [[int(vector.argmax())] for vector in vectors]))
+    assert (several.classes, several.labels.tolist()) == (("0", "1", "2"), vectors.tolist())
+
+
+@pytest.mark.parametrize("vector", [list, np.array])
+def test_vectors_of_a_split_are_read_as_those_of_the_others(vector):
+    train, test = [[1, 1], [1, 0], [0, 1], [0, 0]], [[0, 1], [1, 0]]
+    data = open_data(((list(PIXELS[:4]), list(map(vector, train))), (list(PIXELS[:2]), list(map(vector, test)))))
+    assert data.test is not None
+    assert (data.train.labels.tolist(), data.test.labels.tolist()) == (train, test)
+    data = open_data(((list(PIXELS[:4]), [[0], [1], [0, 1], []]), (list(PIXELS[:2]), test)))
+    assert data.test is not None
+    assert data.test.labels.tolist() == [[1, 1], [1, 1]]
+
+
+def test_classes_between_numbers_are_noted():
+    data = open_data((PIXELS, [0, 100, 200] * 4))
+    assert len(data.train.classes) == 201
+    assert data.notes[1:] == (
+        '198 of 201 classes have no image in train or test: "1", "2", "3" and 195 more.',
+        "Labels that are numbers count the classes from 0: use strings if they are names.",
+    )
+    named = open_data(WithTargets(PIXELS, [0, 1] * 6))
+    assert named.notes[1:] == ('1 of 3 classes have no image in train or test: "cat".',)
 
 
 @pytest.mark.parametrize(
@@ -487,6 +539,33 @@ def test_a_wrong_image_in_a_worker_is_one_sentence(workers):
                 split, parse_pipeline("decode|resize(4)"), batch=4, seed=0, first_step=0, last_step=1, workers=workers
             )
         )
+
+
+class Faulty(WithTargets):
+    """Raises an error for one image."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if index == 7:
+            raise RuntimeError("no such record")
+        return super().__getitem__(index)
+
+
+def test_an_exception_of_a_dataset_says_which_item_was_read():
+    unlabelled = Faulty()
+    del unlabelled.targets
+    with pytest.raises(RuntimeError, match="no such record") as caught:
+        open_data((Pictures(), unlabelled))
+    assert caught.value.__notes__ == ["while reading item 7 of the test data"]
+    split = whole(Subset(Faulty(), [6, 7, 8]))
+    with pytest.raises(RuntimeError, match="no such record") as caught:
+        split.reader.read(1)
+    assert caught.value.__notes__ == ["while reading item 7 of the train data"]
+
+
+def test_an_exception_in_a_worker_says_which_item_was_read():
+    options: dict[str, Any] = {"batch": 12, "seed": 0, "first_step": 0, "last_step": 1, "workers": 1}
+    with pytest.raises(RuntimeError, match=r"no such record\nwhile reading item 7 of the train data"):
+        list(training_batches(whole(Faulty()), parse_pipeline("decode|resize(4)"), **options))
 
 
 def test_readers_can_be_pickled():

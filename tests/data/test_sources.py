@@ -199,6 +199,17 @@ def test_a_class_is_the_same_in_both_forms_of_unicode(tmp_path):
     assert data.test is not None
     assert (data.train.classes, data.test.labels.tolist()) == (("caf\u00e9", "tea"), [0, 1])
     assert isinstance(data.test.reader.read(0), bytes)  # the file keeps its name
+    assert data.notes == ('Class names in two Unicode forms (NFC and NFD) are taken as one class: "caf\u00e9".',)
+
+
+def test_class_names_that_differ_only_in_case_are_noted(tmp_path):
+    rows = [(f"{number}.png", label) for number, label in enumerate(("Cat", "cat", "dog", "Cat", "cat", "dog"))]
+    plant(tmp_path, *(name for name, _ in rows))
+    data = open_data(write_csv(tmp_path / "m.csv", ("path", "label"), *rows))
+    assert data.train.classes == ("Cat", "cat", "dog")
+    assert data.notes[0] == (
+        'Class names that differ only in case or spaces: "Cat" and "cat"; rename them if they are one class.'
+    )
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -211,12 +222,15 @@ def test_a_class_may_be_called_train(tmp_path):
     [
         (["train/a/1.png", "train/b/1.png", "test/c/1.png"], '"c" (1 image); add them to train or remove them'),
         (["a/1.png", "b/x.txt"], "b has no image: add some, or remove the folder"),
-        (["a/1.png", "a/2.png"], 'one class, "a"'),
+        (
+            ["a/1.png", "a/2.png"],
+            'one class, "a": a classifier needs at least two, each with its own sub-folder or label.',
+        ),
         (["1.png", "2.png"], "2 images but no class folders: put the images of each class in a sub-folder"),
         (["train/1.png", "test/a/1.png"], "no class folders in train"),
         (["val/1.png", "test/1.png"], "no class folders in train"),
         (["train/a/1.png", "Training/a/1.png", "test/a/1.png"], "both Training and train: keep one"),
-        (["a/1.png", "b/1.png"], "one image in each class"),
+        (["a/1.png", "b/1.png"], "one image in each class: add more images, or a test split."),
         (["flowers/a/1.png", "flowers/b/1.png"], "one folder, and the class folders are in that: name "),
         (["voc/JPEGImages/1.png", "voc/Annotations/1.xml", "voc/ImageSets/Main/1.txt"], 'one class, "voc"'),
         (["JPEGImages/1.png", "Annotations/1.xml"], "Annotations has no image: its XML files (boxes of object"),
@@ -369,6 +383,25 @@ def test_several_labels_make_a_matrix(tmp_path):
         assert split.counts().tolist() == [2, 1, 1]
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_separator_is_that_of_the_header_and_rows_of_empty_cells_are_left_out(tmp_path, separator):
+    plant(tmp_path, "a,b.png", "c.png")
+    rows = ["path,label", "", '"a,b.png",x', ",", "c.png,y", " , ", ",", ""]
+    text = "\n".join(row if "b.png" in row else row.replace(",", separator) for row in rows)
+    (tmp_path / "m.csv").write_text(text.replace('g",x', f'g"{separator}x'))
+    split = open_data(tmp_path / "m.csv", held_out=0).train
+    assert (list(split.keys), split.classes) == (["a,b.png", "c.png"], ("x", "y"))
+
+
+def test_one_label_per_line_is_multi_label_only_as_lists(tmp_path):
+    plant(tmp_path, "0.png", "1.png")
+    table = write_csv(tmp_path / "m.csv", ("path", "label"), ("0.png", "a"), ("1.png", "b"))
+    assert open_data(table, held_out=0).train.labels.tolist() == [0, 1]
+    lines = [{"path": "0.png", "label": ["a"]}, {"path": "1.png", "label": ["b"]}]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert open_data(tmp_path / "m.jsonl", held_out=0).train.labels.tolist() == [[1, 0], [0, 1]]
+
+
 def test_numbers_as_labels_keep_their_order(tmp_path):
     plant(tmp_path, *(f"{number}.png" for number in range(3)))
     lines = [{"path": f"{number}.png", "label": label} for number, label in enumerate((10, 2, 0))]
@@ -419,7 +452,18 @@ def test_test_images_need_no_training_images_that_are_missing(tmp_path):
         ("m.csv", ",".join(["column"] * 99) + "\n", "column, c..., and must be as"),
         ("m.csv", "path,label\n0.png,a\n1.png,\n", "line 3 has an empty label"),
         ("m.csv", "path,label\n0.png,a|\n", "line 2 has an empty label"),
+        ("m.csv", "path,label\n0.png,a\n1.png,\n", "name the class of 1.png."),
+        (
+            "m.csv",
+            "path,label\n0.png,a|b\n1.png,\n",
+            'name the class of 1.png; an image of no class is written "label"',
+        ),
+        ("m.jsonl", '{"path": "0.png", "label": ["a", null]}\n', "line 1 has an empty label"),
         ("m.csv", "path,label\n,a\n", "line 2 has no path"),
+        ("m.csv", 'path,label\n\n0.png,a\na "b".png,a\n1.png,"b" c\n', "m.csv, line 5: not valid CSV (',' expected"),
+        ("m.csv", 'path,label\n0.png,a\n1.png,"b\n', "m.csv, line 3: not valid CSV (unexpected end of data); put a"),
+        ("m.csv", 'path,label\n0.png,"a\n1.png,"b"\n', "m.csv, lines 2 to 3: not valid CSV"),
+        ("m.csv", "path,label\n0.png,a\ncats, dogs/1.png,b\n", "m.csv, line 3: 3 values for 2 columns; put a value"),
         ("m.csv", "path,label\n0.png,0\n1.png,-1\n", "line 3: the label -1 is out of range"),
         ("m.csv", "path,label\n0.png,a\n0.png,b\n", "lines 2 and 3 give 0.png different labels"),
         ("m.csv", "path,label,split\n0.png,a,devel\n", 'line 2 has the split "devel"'),

@@ -279,6 +279,7 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "transparent": ("transparent", f"{report.transparent:,} (placed on white)"),
         "refusal": ("train refuses", report.refusal),
         "empty": ("classes without images", _count_and_first(report.empty)),
+        "similar": ("similar class names", _count_and_first([" ~ ".join(group) for group in report.similar])),
         "unreadable": ("unreadable", f"{_count_and_first(unreadable)} (left out)"),
         "contradictions": ("identical, other label", _count_and_first(contradictions)),
         "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),

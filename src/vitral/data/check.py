@@ -18,7 +18,7 @@ from vitral.data.copies import MIN_SIDE, THRESHOLDS, UNREADABLE, ImageSignature,
 from vitral.data.folders import EmptyClass, read_folder
 from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe
 from vitral.data.sources import DataSet, Split, open_data
-from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
+from vitral.data.splits import HELD_OUT, similar_names, strata, stratified, too_few_classes
 from vitral.data.workers import map_images
 from vitral.display import SummaryRepr
 from vitral.events import EventHandler, Progress, ignore_events
@@ -51,7 +51,7 @@ class CheckReport(SummaryRepr):
     # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
     HANDLED: ClassVar = ("rotated", "deep", "cmyk", "animated", "tiny", "grey", "transparent")
     NEEDS_YOU: ClassVar = (
-        *("refusal", "empty", "unreadable", "contradictions"),
+        *("refusal", "empty", "similar", "unreadable", "contradictions"),
         *("leaks", "duplicates", "near", "suspects"),
     )
 
@@ -60,6 +60,7 @@ class CheckReport(SummaryRepr):
     images: dict[str, int]  # per split
     classes: dict[str, dict[str, int]]  # images per split and class
     empty: tuple[str, ...]  # classes without an image in train
+    similar: tuple[tuple[str, ...], ...]  # groups of class names that differ only in case or surrounding spaces
     imbalance: float  # the largest class of train over its smallest non-empty one
     formats: dict[str, int]
     widths: dict[str, int]  # smallest, median, largest
@@ -177,6 +178,7 @@ def _report(data: DataSet, images: list[_Image]) -> CheckReport:
         images={split.name: len(split) for split in data.splits},
         classes={split.name: dict(zip(split.classes, split.counts().tolist(), strict=True)) for split in data.splits},
         empty=tuple(data.train.classes[index] for index in np.flatnonzero(counts == 0)) if trainable else (),
+        similar=similar_names(data.train.classes),
         imbalance=float(counts.max() / counts[counts > 0].min()) if counts.any() else 0.0,
         formats=dict(Counter(fact.format for _, fact in facts).most_common()),
         widths=_range([fact.width for _, fact in facts]),

@@ -1,16 +1,21 @@
-"""Class folders and loose files: DIR/class/..., or DIR/train/class/... with val and test."""
+"""Class folders and loose files: DIR/class/..., or DIR/train/class/... with val and test; and readers of images."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from vitral.data.images import ImageError
-from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key, split_name
+from vitral.data.pixels import eight_bit_array
+from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, content_bytes, make_dataset, natural_key, split_name
 from vitral.errors import UserError
 
 _FORMATS = "jpg jpeg jpe jfif mpo png apng webp gif bmp dib tif tiff avif heic heif hif jp2 j2k jpx"
@@ -68,6 +73,42 @@ class FileReader:
         except OSError:
             return path
         return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectReader:
+    """The images of an object in memory; `image` returns the value at an index.
+
+    `mark` is a path's size and time of change, else a hash of the content, for which the image is read: pixels and
+    features that are cached on disk are used again only for images that are equal.
+    """
+
+    image: Callable[[int], Any]
+    keys: Sequence[str]
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        value = self._value(index)
+        if isinstance(value, str | Path):
+            return FileReader("", [os.path.expanduser(value)]).read(0)
+        if isinstance(value, bytes):
+            return value
+        return eight_bit_array(value, f"the image of {self.keys[index]}")
+
+    def mark(self, index: int) -> str:
+        value = self._value(index)
+        if isinstance(value, str | Path):
+            return FileReader("", [os.path.expanduser(value)]).mark(0)
+        try:
+            data = self.read(index)
+        except ImageError as error:
+            return str(error)
+        return hashlib.sha256(content_bytes(data)).hexdigest()
+
+    def _value(self, index: int) -> Any:
+        value = self.image(index)
+        if isinstance(value, Mapping):  # the undecoded form of a Hugging Face image
+            return value.get("bytes") or value.get("path")
+        return value
 
 
 @dataclass

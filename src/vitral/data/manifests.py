@@ -1,8 +1,8 @@
 """Manifests: CSV, TSV or JSON lines with a path, one or several labels, and optionally a split in each line.
 
-CSV begins with the names of its columns. Several labels are separated by "|" in CSV and are a list in JSON lines; one
-such line makes the whole manifest multi-label. Paths are relative to the manifest's folder. Where no line is of the
-split train, the data is for testing only and train is empty.
+CSV begins with the names of its columns. Several labels are separated by "|" in CSV and are a list in JSON lines, which
+is empty for an image of no class; one such line makes the whole manifest multi-label. Paths are relative to the
+manifest's folder. Where no line is of the split train, the data is for testing only and train is empty.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from vitral.data.folders import FileReader
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset
@@ -42,6 +42,7 @@ def read_manifest(path: Path, *, held_out: float) -> DataSet:
     multilabel = any(row.listed for row in rows)
     if not rows:
         raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
+    _refuse_empty(path, rows, multilabel)
     _refuse_negative(path, rows)
     present, notes = _present(path, rows)
     if held_out:  # else the data is not opened for training
@@ -72,9 +73,19 @@ def without_pandas(data: Any) -> Any:
         return tuple(map(without_pandas, data))
     if isinstance(data, dict):
         return {name: without_pandas(value) for name, value in data.items()}
-    if hasattr(data, "columns") and hasattr(data, "iloc"):
+    if _is_frame(data):
         return _from_frame(data)
     return data.tolist() if getattr(data, "ndim", 0) == 1 and hasattr(data, "tolist") else data
+
+
+def frame_in(data: Any) -> Any:
+    """The data frame that the data is, or consists of; None if it is none."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else (data,)
+    return next(filter(_is_frame, parts), None)
+
+
+def _is_frame(value: Any) -> bool:
+    return hasattr(value, "columns") and hasattr(value, "iloc")
 
 
 def _from_frame(frame: Any) -> Any:
@@ -98,22 +109,44 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             if path.suffix.lower() in (".csv", ".tsv"):
-                header = stream.readline()
-                stream.seek(0)
-                delimiter = (
-                    "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
-                )
-                rows = csv.DictReader(stream, delimiter=delimiter, strict=True)
-                _require_columns(path, rows.fieldnames or ())
-                yield from ((rows.line_num, _renamed(row)) for row in rows)
+                yield from _csv_entries(path, stream)
             else:
                 for number, line in enumerate(stream, 1):
                     if line.strip():
                         yield number, _parsed(path, number, line)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not written in UTF-8: save it as such.") from error
-    except (OSError, csv.Error) as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read as a manifest: {error}.") from error
+
+
+def _csv_entries(path: Path, stream: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Entries of a CSV file, whose separator is the one that its header has most of; rows of empty cells, which Excel
+    writes, are left out."""
+    header = stream.readline()
+    stream.seek(0)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
+    rows = csv.reader(stream, delimiter=delimiter, strict=True)
+    end = 0  # the last line of the row before
+    try:
+        names = next(rows, [])
+        _require_columns(path, names)
+        end = rows.line_num
+        for cells in rows:
+            end = rows.line_num
+            if any(cell.strip() for cell in cells[len(names) :]):
+                raise UserError(
+                    f"{path}, line {end}: {len(cells)} values for {len(names)} columns; put a value that has separators "
+                    'in it in "...".'
+                )
+            if any(cell.strip() for cell in cells):
+                yield end, _renamed(dict(zip(names, cells, strict=False)))
+    except csv.Error as error:
+        lines = f"line {end + 1}" if rows.line_num <= end + 1 else f"lines {end + 1} to {rows.line_num}"
+        raise UserError(
+            f'{path}, {lines}: not valid CSV ({error}); put a value that has quotes or separators in it in "...", and '
+            'double each quote inside, as in "a ""b"" c".'
+        ) from error
 
 
 def _require_columns(path: Path, names: Any) -> None:
@@ -148,10 +181,8 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> ManifestRow:
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"{where} has no path: name the image file.")
     listed = isinstance(label, list) or (isinstance(label, str) and "|" in label)
-    labels = label if isinstance(label, list) else str("" if label is None else label).split("|")
-    plain = tuple(str(item).strip() for item in labels)
-    if any(not item or isinstance(raw, dict | list) for item, raw in zip(plain, labels, strict=True)):
-        raise UserError(f"{where} has an empty label: name the class of {name}.")
+    labels = label if isinstance(label, list) else label.split("|") if isinstance(label, str) else [label]
+    plain = tuple("" if item is None or isinstance(item, dict | list) else str(item).strip() for item in labels)
     if _NO_TEXT.search("".join((name, *plain))):
         raise UserError(f"{where} has a path or label that is not valid Unicode: correct it.")
     split = str(entry.get("split") or "").strip().lower()
@@ -165,6 +196,13 @@ def _with_slashes(folder: Path, row: ManifestRow) -> ManifestRow:
     if "\\" not in row.path or os.path.isfile(folder / row.path):
         return row
     return row._replace(path=row.path.replace("\\", "/"))
+
+
+def _refuse_empty(path: Path, rows: list[ManifestRow], multilabel: bool) -> None:
+    for row in rows:
+        if "" in row.labels:
+            fix = '; an image of no class is written "label": [] in a .jsonl file' if multilabel else ""
+            raise UserError(f"{path}, line {row.line} has an empty label: name the class of {row.path}{fix}.")
 
 
 def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:

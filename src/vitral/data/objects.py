@@ -10,7 +10,7 @@
 
 An image is a path, encoded bytes, a PIL image, a uint8 array (h, w) or (h, w, c), a uint8 tensor (c, h, w), or a
 floating-point one in [0, 1]. A label is an int or a string; a list of them, or a vector of zeros and ones, means
-multi-label.
+multi-label. Where every vector has exactly one 1, they are refused: most likely they are one-hot.
 
 Items are read when they are needed, by worker processes too. So two runs are equal, and a resumed run continues
 exactly, if the dataset itself is deterministic; random augmentation belongs in `transform=`.
@@ -19,10 +19,8 @@ exactly, if the dataset itself is deterministic; random augmentation belongs in 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,17 +29,16 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from vitral.data.folders import FileReader
+from vitral.data.folders import ObjectReader
 from vitral.data.images import ImageError, is_pil
-from vitral.data.manifests import without_pandas
-from vitral.data.pixels import eight_bit_array
+from vitral.data.manifests import frame_in, without_pandas
+from vitral.data.parquet import table_columns
 from vitral.data.splits import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     SPLIT_NAMES,
     DataSet,
     RawSplit,
-    content_bytes,
     make_dataset,
     unique_names,
 )
@@ -52,42 +49,6 @@ _PROGRESS_EVERY = 100  # items
 
 PlainLabel = int | str | tuple[int | str, ...]
 Labels = Sequence[Any] | np.ndarray | Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ObjectReader:
-    """The images of an object in memory; `image` returns the value at an index.
-
-    `mark` is a path's size and time of change, else a hash of the content, for which the image is read: pixels and
-    features that are cached on disk are used again only for images that are equal.
-    """
-
-    image: Callable[[int], Any]
-    keys: Sequence[str]
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        value = self._value(index)
-        if isinstance(value, str | Path):
-            return FileReader("", [os.path.expanduser(value)]).read(0)
-        if isinstance(value, bytes):
-            return value
-        return eight_bit_array(value, f"the image of {self.keys[index]}")
-
-    def mark(self, index: int) -> str:
-        value = self._value(index)
-        if isinstance(value, str | Path):
-            return FileReader("", [os.path.expanduser(value)]).mark(0)
-        try:
-            data = self.read(index)
-        except ImageError as error:
-            return str(error)
-        return hashlib.sha256(content_bytes(data)).hexdigest()
-
-    def _value(self, index: int) -> Any:
-        value = self.image(index)
-        if isinstance(value, Mapping):  # the undecoded form of a Hugging Face image
-            return value.get("bytes") or value.get("path")
-        return value
 
 
 class _Items(NamedTuple):
@@ -102,8 +63,8 @@ class _Items(NamedTuple):
 def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataSet:
     """Open an object of the table above; the other arguments are those of `open_data`."""
     splits, notes = _splits(without_pandas(data))
-    parts: dict[str, RawSplit] = {}
-    classes: tuple[str, ...] | None = None
+    items_by_split: dict[str, _Items] = {}
+    labels_by_split: dict[str, list[PlainLabel]] = {}
     for name, source in splits.items():
         items = _items(source, name, on_event)
         if not len(items.labels):
@@ -112,13 +73,19 @@ def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataS
         if name != "train" and all(label == -1 for label in labels):
             notes.append(f"Left out {name}: its labels are all -1, which means unknown.")
             continue
+        items_by_split[name], labels_by_split[name] = items, labels
+    parts: dict[str, RawSplit] = {}
+    classes: tuple[str, ...] | None = None
+    for name, labels in _with_multi_hot(labels_by_split).items():
+        items = items_by_split[name]
         names, split_classes = name_labels(labels, items.keys, items.classes)
         classes = split_classes if name == "train" else classes
-        reader = ObjectReader(items.image, items.keys)
+        reader = ObjectReader(partial(_item_image, items.image, items.keys, name), items.keys)
         parts[name] = RawSplit(items.keys, names, reader)
         if _first_is_float(reader) and not any("floating" in note for note in notes):
             notes.append("The images are floating-point: they are rounded to 8 bits.")
-    source = f"{_type_name(splits['train'])} object"
+    frame = frame_in(data)
+    source = f"{_type_name(splits['train'] if frame is None else frame)} object"
     return make_dataset(source, parts, held_out=held_out, classes=classes, notes=notes)
 
 
@@ -198,32 +165,13 @@ def _from_sequences(images: Any, labels: Any) -> _Items:
 
 
 def _from_table(table: Any, name: str) -> _Items:
-    features: Mapping[str, Any] = table.features or {}
-    columns = list(table.column_names)
-    image = _column(columns, IMAGE_COLUMNS, features, "Image")
-    label = _column([column for column in columns if column != image], LABEL_COLUMNS, features, "ClassLabel")
-    if image is None or label is None:
-        missing = "images" if image is None else "labels"
-        raise UserError(
-            f'The {name} data has no single column of {missing} among {", ".join(columns)}: call it "image" or "label".'
-        )
-    feature = features.get(label)
-    feature = getattr(feature, "feature", feature)  # of a list of class labels
-    names = getattr(feature, "names", None)
+    image, label, classes = table_columns(table, name)
     labels = list(table[label])
-    classes = unique_names(names) if names else None
     return _Items(partial(_cell, table, image), labels, classes, _keys([None] * len(labels)))
 
 
 def _cell(table: Any, column: str, index: int) -> Any:
     return table[index][column]
-
-
-def _column(columns: list[str], names: Sequence[str], features: Mapping[str, Any], type_name: str) -> str | None:
-    """The first of the usual names, else the only column of the feature type."""
-    typed = [column for column in columns if _type_name(features.get(column)) == type_name]
-    usual = next((name for name in names if name in columns), None)
-    return usual or (typed[0] if len(typed) == 1 else None)
 
 
 def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
@@ -235,16 +183,16 @@ def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
         base, indices = base.dataset, [base.indices[index] for index in indices]
     stored = _stored_labels(base, _size(base) or 0)
     labels = stored if stored is None or base is dataset else [stored[index] for index in indices]
-    if labels is not None and count and not _same_label(labels[0], _image_and_label(dataset, 0)[1]):
+    paths = _stored_paths(base, _size(base) or 0)
+    keys = _keys([paths[index] or f"item {index}" for index in indices])
+    if labels is not None and count and not _same_label(labels[0], _item_label(dataset, 0, keys, name)):
         labels = None  # something else than what the items give
     if labels is None:
         labels = []
         for index in range(count):
-            labels.append(_image_and_label(dataset, index)[1])
+            labels.append(_item_label(dataset, index, keys, name))
             if (index + 1) % _PROGRESS_EVERY == 0 or index + 1 == count:
                 on_event(Progress(f"reading labels of {name}", index + 1, count))
-    paths = _stored_paths(base, _size(base) or 0)
-    keys = _keys([paths[index] or f"item {index}" for index in indices])
     return _Items(partial(_dataset_image, dataset), labels, _stored_classes(base), keys)
 
 
@@ -284,6 +232,26 @@ def _keys(paths: Sequence[str | None]) -> list[str]:
     if len(given_paths) == len(paths) == len(set(given_paths)):
         return given_paths
     return [f"item {index}" for index in range(len(paths))]
+
+
+def _item_label(dataset: Any, index: int, keys: Sequence[str], name: str) -> Any:
+    with _noted(keys[index], name):
+        return _image_and_label(dataset, index)[1]
+
+
+def _item_image(image: Callable[[int], Any], keys: Sequence[str], name: str, index: int) -> Any:
+    with _noted(keys[index], name):
+        return image(index)
+
+
+@contextlib.contextmanager
+def _noted(key: str, name: str) -> Iterator[None]:
+    """Add to an exception of the user's own code which item was read; worker processes pass the note on."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while reading {key} of the {name} data")
+        raise
 
 
 def _dataset_image(dataset: Any, index: int) -> Any:
@@ -342,7 +310,7 @@ def plain_label(label: Any) -> PlainLabel:
         if array.ndim == 1:
             if not np.isin(array, (0, 1)).all():
                 raise UserError(f"A label is the vector {array.tolist()}: use zeros and ones, or a list of classes.")
-            return _MultiHot(np.flatnonzero(array).tolist(), len(array))
+            return _MultiHot(array.tolist())
         label = array.item() if array.ndim == 0 else label
     if isinstance(label, str) and label:
         return label
@@ -360,9 +328,9 @@ class _MultiHot(tuple[int, ...]):
 
     length: int
 
-    def __new__(cls, ones: Sequence[int], length: int) -> _MultiHot:
-        self = super().__new__(cls, ones)
-        self.length = length
+    def __new__(cls, bits: Sequence[int]) -> _MultiHot:
+        self = super().__new__(cls, [index for index, bit in enumerate(bits) if bit])
+        self.length = len(bits)
         return self
 
 
@@ -374,7 +342,6 @@ def name_labels(
     Without `classes`, which are names by index, the names are "0", "1", ...; the result has the labels by name, and all
     class names, or None if these are the names that occur.
     """
-    labels = _as_multi_hot(labels)
     flat = [name for label in labels for name in (label if isinstance(label, tuple) else (label,))]
     numbers = [name for name in flat if isinstance(name, int)]
     if numbers and len(numbers) < len(flat):
@@ -391,10 +358,21 @@ def name_labels(
     return named, classes
 
 
-def _as_multi_hot(labels: list[Any]) -> list[Any]:
-    """Lists of zeros and ones as vectors, if a repeated value shows that they are no lists of classes."""
-    lists = all(type(label) is tuple and len(label) > 1 for label in labels)
-    vectors = lists and len({len(label) for label in labels}) == 1 and {x for label in labels for x in label} <= {0, 1}
-    if not vectors or all(len(set(label)) == len(label) for label in labels):
-        return labels
-    return [_MultiHot([index for index, bit in enumerate(label) if bit], len(label)) for label in labels]
+def _with_multi_hot(by_split: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Lists of zeros and ones as vectors, if a repeated value shows that they are no lists of classes.
+
+    Where each vector has exactly one 1 they are refused: they look like one-hot labels of one class per image.
+    """
+    every = [label for labels in by_split.values() for label in labels]
+    lists = all(type(label) is tuple and len(label) > 1 for label in every)
+    vectors = lists and len({len(label) for label in every}) == 1 and {x for label in every for x in label} <= {0, 1}
+    if vectors and any(len(set(label)) < len(label) for label in every):
+        by_split = {name: [_MultiHot(label) for label in labels] for name, labels in by_split.items()}
+        every = [label for labels in by_split.values() for label in labels]
+    pairs = vectors and all(set(label) == {0, 1} for label in every)  # as lists of classes, all images would be equal
+    if pairs or all(isinstance(label, _MultiHot) and len(label) == 1 for label in every):
+        raise UserError(
+            "Each label is a vector with exactly one 1, as one-hot labels are: use `label.argmax()` if each image has "
+            "one class, or lists of class indices, such as [2], if it can have several."
+        )
+    return by_split

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -140,6 +140,32 @@ def hub_snapshot(
         raise UserError(f"{name}: the hub has no such {what}, or it needs `hf auth login`.") from error
     except errors.HfHubHTTPError as error:
         raise UserError(f"{name}: the hub answered with an error ({error}).") from error
+
+
+def table_columns(table: Any, name: str) -> tuple[str, str, tuple[str, ...] | None]:
+    """The columns of images and of labels of a `datasets.Dataset`, the split `name`, and its class names if it has any.
+
+    It is recognised by its attributes: the library is not imported.
+    """
+    features: Mapping[str, Any] = table.features or {}
+    columns = list(table.column_names)
+    image = _usual_column(columns, IMAGE_COLUMNS, features, "Image")
+    label = _usual_column([column for column in columns if column != image], LABEL_COLUMNS, features, "ClassLabel")
+    if image is None or label is None:
+        missing = "images" if image is None else "labels"
+        raise UserError(
+            f'The {name} data has no single column of {missing} among {", ".join(columns)}: call it "image" or "label".'
+        )
+    feature = features.get(label)
+    feature = getattr(feature, "feature", feature)  # of a list of class labels
+    return image, label, unique_names(getattr(feature, "names", None) or ()) or None
+
+
+def _usual_column(columns: list[str], names: Sequence[str], features: Mapping[str, Any], type_name: str) -> str | None:
+    """The first of the usual names, else the only column of the feature type."""
+    typed = [column for column in columns if type(features.get(column)).__name__ == type_name]
+    usual = next((name for name in names if name in columns), None)
+    return usual or (typed[0] if len(typed) == 1 else None)
 
 
 def _in_config_folder(root: Path, file: Path) -> bool:

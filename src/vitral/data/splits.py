@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -210,13 +211,16 @@ def make_dataset(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
-    messages = list(notes)
+    messages = [*notes, *_merged_spellings(parts, classes or ())]
     parts = {name: replace(part, labels=[_composed(label) for label in part.labels]) for name, part in parts.items()}
     classes = tuple(dict.fromkeys(map(_composed, classes))) if classes else None
     labelled = [parts["train"]] if "train" in parts else list(parts.values())
     class_names = classes or tuple(
         sorted({x for part in labelled for x in _label_counts(part.labels)}, key=natural_key)
     )
+    if groups := similar_names(class_names):
+        shown = _some([" and ".join(f'"{name}"' for name in group) for group in groups])
+        messages.append(f"Class names that differ only in case or spaces: {shown}; rename them if they are one class.")
     multilabel = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
     train = _split("train", parts.get("train", RawSplit([], [], labelled[0].reader)), class_names, multilabel)
     if held_out and len(train) and (reason := too_few_classes(source, train)):
@@ -237,12 +241,30 @@ def _composed(label: Any) -> Any:
     return tuple(map(_composed, label)) if isinstance(label, tuple) else unicodedata.normalize("NFC", label)
 
 
+def _merged_spellings(parts: Mapping[str, RawSplit], classes: Iterable[str]) -> list[str]:
+    """A note about names that are written in two forms of Unicode, and become one class."""
+    written = {*classes, *(name for part in parts.values() for name in _label_counts(part.labels))}
+    counts = Counter(map(_composed, written))
+    merged = sorted((name for name in counts if counts[name] > 1), key=natural_key)
+    shown = _some([f'"{name}"' for name in merged])
+    return [f"Class names in two Unicode forms (NFC and NFD) are taken as one class: {shown}."] if merged else []
+
+
+def similar_names(classes: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Groups of class names that differ only in case or surrounding spaces: possibly one class written differently."""
+    groups: dict[str, list[str]] = {}
+    for name in classes:
+        groups.setdefault(name.strip().casefold(), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
 def too_few_classes(source: str, train: Split) -> str:
     """The reason why no classifier can be trained on this; empty if one can."""
     if len(train.classes) > 1 or train.multilabel:
         return ""
     only = f'one class, "{train.classes[0]}"' if train.classes else "no class"
-    return f"{source} has {only}: a classifier needs at least two, each in its own sub-folder or label."
+    kind = "sub-folder or label" if os.path.isdir(source) else "label"
+    return f"{source} has {only}: a classifier needs at least two, each with its own {kind}."
 
 
 def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) -> str:
@@ -302,7 +324,7 @@ def _with_held_out(source: str, train: Split, held_out: float, notes: list[str])
     held = stratified(train.keys, strata(train), held_out)
     test = train.select(np.flatnonzero(held), "test")
     if len(test) == 0:
-        raise UserError(f"{source} has one image in each class: add more, or name a test split.")
+        raise UserError(f"{source} has one image in each class: add more images, or a test split.")
     kept = train.select(np.flatnonzero(~held))
     notes.append(
         f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, seed 0) "
@@ -333,8 +355,9 @@ def _split(name: str, part: RawSplit, classes: tuple[str, ...], multilabel: bool
 
 def _label_counts(labels: Sequence[str] | Sequence[tuple[str, ...]]) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for label in labels:
-        counts.update((label,) if isinstance(label, str) else label)
+    for label, count in Counter[str | tuple[str, ...]](labels).items():  # there are far fewer different ones
+        for name in (label,) if isinstance(label, str) else label:
+            counts[name] += count
     return counts
 
 
@@ -349,9 +372,15 @@ def _refuse_unknown(source: str, name: str, part: RawSplit, classes: tuple[str, 
 def _absent(train: Split, test: Split) -> list[str]:
     """Notes about classes without an image on one side."""
     train_counts, test_counts = train.counts(), test.counts()
+    nowhere = np.flatnonzero(train_counts + test_counts == 0)
     notes = []
+    if len(nowhere):
+        shown = _some([f'"{train.classes[index]}"' for index in nowhere])
+        notes.append(f"{len(nowhere)} of {len(train.classes)} classes have no image in train or {test.name}: {shown}.")
+        if train.classes == tuple(map(str, range(len(train.classes)))):
+            notes.append("Labels that are numbers count the classes from 0: use strings if they are names.")
     for split, counts, others in ((test, test_counts, train_counts), (train, train_counts, test_counts)):
-        absent = np.flatnonzero(counts == 0)
+        absent = np.flatnonzero((counts == 0) & (others > 0))
         if len(absent):
             other = "train" if split is test else test.name
             shown = _some([f'"{split.classes[i]}" ({others[i]} in {other})' for i in absent])
