@@ -136,8 +136,8 @@ def _csv_entries(path: Path, stream: TextIO) -> Iterator[tuple[int, dict[str, An
             end = rows.line_num
             if any(cell.strip() for cell in cells[len(names) :]):
                 raise UserError(
-                    f"{path}, line {end}: {len(cells)} values for {len(names)} columns; put a value that has separators "
-                    'in it in "...".'
+                    f"{path}, line {end}: {len(cells)} values for {len(names)} columns; put a value with separators in "
+                    'it in "...".'
                 )
             if any(cell.strip() for cell in cells):
                 yield end, _renamed(dict(zip(names, cells, strict=False)))
