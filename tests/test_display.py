@@ -61,7 +61,7 @@ def test_notes_are_wrapped_between_words(shown, capsys):
 def test_scripts_print_notes_to_log_files(rank: str, lines: int) -> None:
     """Nobody who reads the log of a job would otherwise know what was assumed; one of several processes tells it."""
     script = "from vitral.display import displayed\nfrom vitral.events import Note\n"
-    script += "with displayed(None) as handler: handler(Note('3 images are unreadable'))"
+    script += "for _ in range(3):\n  with displayed(None) as handler: handler(Note('3 images are unreadable'))"
     environment = {**os.environ, "RANK": rank}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == "3 images are unreadable\n" * lines

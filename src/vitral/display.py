@@ -43,6 +43,7 @@ _WARM_UP = 5  # steps: workers start, three steps run eagerly and one is capture
 _RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
 _WAITING = 0.05  # share of the time that is shown as spent waiting for data; less is not worth acting on
 _SHOWN = 4  # entries of the summary in one line
+_PRINTED_NOTES: set[str] = set()  # by this process, to log files
 
 
 class ThroughputMeter:
@@ -182,12 +183,26 @@ class Display:
 
 @contextmanager
 def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
-    """The handler given; without one a `Display`, of the first of several processes."""
+    """The handler given; without one a `Display`, of the first of several processes.
+
+    In a log file a note is printed once, so that a program which calls a verb for each image does not fill it.
+    """
     if on_event is not None:
         yield on_event
         return
     with Display(quiet=os.environ.get("RANK", "0") != "0") as display:
-        yield display
+        yield display if display.live else _without_repeated_notes(display)
+
+
+def _without_repeated_notes(display: Display) -> EventHandler:
+    def handle(event: Event) -> None:
+        if isinstance(event, Note):
+            if event.text in _PRINTED_NOTES:
+                return
+            _PRINTED_NOTES.add(event.text)
+        display(event)
+
+    return handle
 
 
 def headline(metrics: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ from fake_hub import TOKEN, FakeHub, fake_hub
 import vitral
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.hub import _recipe, repository_of
+from vitral.checkpoints.hub import repository_of
 from vitral.models.build import build
+from vitral.recipe import Recipe, from_toml, to_toml
 
 SHAPE = ViTConfig(depth=2, width=32, mlp=64, heads=4, patch=8, image=(32, 32), classes=5, gelu="erf")
 NAMES = ("ant", "bee", "a_b*c", "cat <b>", "dog")
@@ -149,15 +150,25 @@ def test_readers_without_a_temperature_get_calibrated_probabilities(tmp_path: Pa
     assert "temperature 0.5" in (tmp_path / "repository" / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_published_recipe_names_no_local_folders() -> None:
-    recipe = 'init = "/home/ada/weights/vit.safetensors"  # a file\ndata = "~/secret/pets"\nname = "C:\\\\ada\\\\run"\n'
-    recipe += 'hub = "hf:google/vit-base-patch16-224"\nsteps = 3\n'
-    text = _recipe({"recipe": recipe})
-    assert "ada" not in text
-    assert "secret" not in text
-    assert 'init = "vit.safetensors"  # a file' in text
-    assert 'name = "run"' in text
-    assert 'hub = "hf:google/vit-base-patch16-224"' in text
+@pytest.mark.parametrize(
+    ("init", "published"),
+    [
+        ("/home/ada/weights/vit.safetensors", "vit.safetensors"),
+        ("clients/acme/run/", "run"),
+        (r"C:\ada\vit.npz", "vit.npz"),
+        ('/home/ada "x"/my "best".npz', 'my "best".npz'),
+        ("hf:google/vit-base-patch16-224", "hf:google/vit-base-patch16-224"),
+        ("", ""),
+    ],
+)
+def test_a_published_recipe_names_no_local_folders(tmp_path: Path, init: str, published: str) -> None:
+    write_model(tmp_path / "model.safetensors")
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "recipe.toml").write_text(to_toml(replace(Recipe(), init=init)), encoding="utf-8")
+    vitral.push(tmp_path, "hf:lab/tiny", dry_run=tmp_path / "repository")
+    text = (tmp_path / "repository" / "README.md").read_text(encoding="utf-8")
+    assert from_toml(text.partition("```toml\n")[2].partition("```")[0]).init == published
+    assert not any(folder in text for folder in ("/home", "acme", "C:"))
 
 
 def test_class_names_may_come_from_a_file(tmp_path: Path) -> None:

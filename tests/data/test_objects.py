@@ -332,9 +332,14 @@ def test_multi_label_class_names_come_from_the_dataset():
 )
 def test_one_hot_labels_are_refused(labels):
     message = "Each label is a vector with exactly one 1, as one-hot labels are: use `label.argmax()` if each image has"
-    assert message in refusal((list(PIXELS[:4]), labels))
-    assert message in refusal(Pictures(PIXELS[:4], labels))
-    assert message in refusal({"train": (list(PIXELS[:4]), labels), "test": (list(PIXELS[:4]), labels)})
+    pair = (list(PIXELS[:4]), labels)
+    for data in (pair, Pictures(PIXELS[:4], labels), {"train": pair, "test": pair}):
+        with pytest.raises(UserError) as caught:
+            open_data(data)
+        assert message in str(caught.value)
+        evaluated = open_data(data, held_out=0)  # a part of multi-label data may look so
+        assert evaluated.train.labels.tolist() == np.asarray(labels).astype(int).tolist()
+        assert any("exactly one 1" in note for note in evaluated.notes)
 
 
 def test_both_ways_out_of_one_hot_labels():

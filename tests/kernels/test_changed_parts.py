@@ -91,8 +91,8 @@ def without_blocks() -> ViT:
 
 
 def with_strided(name: str) -> ViT:
-    """A vector that is a column of a matrix."""
-    model = make_vit()
+    """A vector that is a column of a matrix; the kernels read the final norm if all tokens are pooled."""
+    model = make_vit(pool="mean")
     parent, _, leaf = name.rpartition(".")
     vector = model.get_parameter(name).detach()
     columns = torch.stack([vector, torch.full_like(vector, torch.nan)], dim=1)
@@ -148,6 +148,43 @@ def test_changed_models_compute_the_same_with_kernels(change, kernels):
     expected = logits(model)
     kernels(True)
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+
+
+class Spy:
+    """A callable that is no function, as mocks are."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
+        self.calls = 0
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Callable[..., Tensor]:
+        return self if module is None else lambda *inputs: self(module, *inputs)
+
+    def __call__(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.forward(module, *inputs)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_mocks_of_a_forward_are_called(on, kernels, monkeypatch):
+    spy = Spy(nn.Linear.forward)
+    monkeypatch.setattr(nn.Linear, "forward", spy)
+    kernels(on)
+    logits(make_vit())
+    assert spy.calls == 4 * CONFIG.depth + 1
+
+
+def test_a_forward_with_a_copied_name_is_called(kernels, monkeypatch):
+    forward = Mlp.forward
+
+    def changed(self: Mlp, x: Tensor) -> Tensor:
+        return 1.5 * forward(self, x)
+
+    changed.__qualname__, changed.__module__ = forward.__qualname__, forward.__module__
+    kernels(True)
+    before = logits(make_vit())
+    monkeypatch.setattr(Mlp, "forward", changed)
+    assert (logits(make_vit()) - before).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("module_type", [Attention, Mlp, Block, nn.LayerNorm, nn.Dropout])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
@@ -62,8 +64,24 @@ def dual_numbers(model: nn.Module, images: Tensor) -> Tensor:
     return tangent
 
 
+def compiled_forward_derivative(model: nn.Module, images: Tensor) -> Tensor:
+    return jvp(torch.compile(model, backend="eager"), (images,), (torch.ones_like(images),))[1]
+
+
+def jit_traced(model: nn.Module, images: Tensor) -> Tensor:
+    graph: Any = torch.jit.trace(model, images, check_trace=False)
+    assert not any(name in str(graph.inlined_graph) for name in ("vitral::", "PythonOp"))
+    return graph(images)
+
+
 def traced(model: nn.Module, images: Tensor) -> Tensor:
     return make_fx(model)(images)(images)
+
+
+LOOKS = (
+    *(flops, gradients_per_image, forward_derivative, compiled_forward_derivative),
+    *(dual_numbers, traced, jit_traced),
+)
 
 
 @pytest.fixture
@@ -73,7 +91,8 @@ def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make_model", [small_vit, small_resnet])
-@pytest.mark.parametrize("look", [flops, gradients_per_image, forward_derivative, dual_numbers, traced])
+@pytest.mark.filterwarnings("ignore")  # of the tracers
+@pytest.mark.parametrize("look", LOOKS)
 def test_transforms_see_the_operators_of_pytorch(
     look: Callable[[nn.Module, Tensor], Tensor], make_model: Callable[[], nn.Module], request: pytest.FixtureRequest
 ) -> None:
@@ -91,6 +110,37 @@ def test_fake_tensors_start_no_kernel(make_model: Callable[[], nn.Module], kerne
         logits = make_model()(torch.randn(2, 3, 32, 32))
         logits.sum().backward()
     assert logits.shape == (2, 5)
+
+
+class TwoTensors(Tensor):
+    """A subclass that computes in its own way."""
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> TwoTensors:
+        like = {"strides": first.stride(), "dtype": first.dtype, "device": first.device}
+        return Tensor._make_wrapper_subclass(cls, first.shape, **like)  # type: ignore[missing-attribute]
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.pair = (first, second)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
+        def one(index: int) -> Any:
+            pick = lambda x: x.pair[index] if isinstance(x, TwoTensors) else x  # noqa: E731
+            return func(*tree_map(pick, args), **tree_map(pick, kwargs or {}))
+
+        results = zip(*(tree_leaves(one(index)) for index in (0, 1)), strict=True)
+        wrapped = [TwoTensors(*pair) if isinstance(pair[0], Tensor) else pair[0] for pair in results]
+        return tree_unflatten(wrapped, tree_structure(one(0)))
+
+
+@pytest.mark.parametrize("make_model", [small_vit, small_resnet])
+def test_subclasses_of_tensors_reach_no_kernel(make_model, kernels_on_any_device):
+    model, images = make_model().to(DEVICE), torch.randn(2, 1, 3, 32, 32, device=DEVICE)
+    with torch.no_grad():
+        logits = model(TwoTensors(*images))
+        for found, image in zip(logits.pair, images, strict=True):
+            torch.testing.assert_close(found, model(image), rtol=1e-3, atol=1e-3)
 
 
 class Called(Exception):

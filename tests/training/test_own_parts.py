@@ -277,7 +277,7 @@ def test_a_first_loss_that_is_not_finite_with_init_advises_to_check_it(tmp_path)
 
 def assert_explained(error: UserError, advice: str) -> None:
     assert re.fullmatch(
-        r"the loss or its gradient is not finite \(NaN or Inf\) at step 1 "
+        r"the loss is not finite \(NaN or Inf\) at step 1 "
         rf"\(images (item \d+, ){{3}}item \d+ and 2 more\): {re.escape(advice)}\.",
         str(error),
     )

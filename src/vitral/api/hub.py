@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from vitral.api.checkpoints import convert, load_source
 from vitral.api.inference import named_card
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.hub import check_licence, model_card, repository_of, upload
+from vitral.checkpoints.hub import check_licence, is_hub_name, model_card, repository_of, upload
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.names import name_of
+from vitral.recipe import from_toml, to_toml
 
 Layout = Literal["timm", "hf", "vitral"]
 
@@ -149,4 +151,13 @@ def _run_facts(source: Path) -> dict[str, Any]:
         if run.model.is_file() and path.is_file():
             facts[key] = json.loads(path.read_text(encoding="utf-8"))
     recipe = source / "recipe.toml"
-    return {**facts, "recipe": recipe.read_text(encoding="utf-8")} if facts and recipe.is_file() else facts
+    if facts and recipe.is_file():
+        facts["recipe"] = _public_recipe(recipe.read_text(encoding="utf-8"))
+    return facts
+
+
+def _public_recipe(text: str) -> str:
+    """With the name alone of a file in `init`: its folder may name people, and nobody else has it."""
+    recipe = from_toml(text)
+    name = re.split(r"[/\\]", recipe.init.rstrip("/\\"))[-1]
+    return to_toml(recipe if is_hub_name(recipe.init) else replace(recipe, init=name))

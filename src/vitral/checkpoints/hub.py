@@ -26,9 +26,6 @@ classify("photo.jpg")""",
 }
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
 _LICENCE = re.compile(r"[\w.+-]+")  # an identifier, such as apache-2.0; it stands in the metadata as it is
-# In TOML; it may name people, and nobody else has it.
-_LOCAL_PATH = re.compile(r'"((?:/|~|\./|\.\./|[A-Za-z]:)[^"\n]*)"')
-_SEPARATORS = r"[/\\]+"
 _MAX_NAMES = 50  # class names that are listed
 _HUB_CONFIGS = ("config.json", "preprocessor_config.json")
 
@@ -203,8 +200,9 @@ def _origin(card: Card) -> str:
 def _recipe(run: Mapping[str, Any]) -> str:
     if "recipe" not in run:
         return ""
-    recipe = _LOCAL_PATH.sub(lambda path: f'"{re.split(_SEPARATORS, path[1])[-1]}"', run["recipe"].strip())
-    return f"## Recipe\n\n<details><summary>recipe.toml</summary>\n\n```toml\n{recipe}\n```\n\n</details>"
+    return (
+        f"## Recipe\n\n<details><summary>recipe.toml</summary>\n\n```toml\n{run['recipe'].strip()}\n```\n\n</details>"
+    )
 
 
 def _plain(text: str) -> str:

@@ -76,7 +76,15 @@ def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataS
         items_by_split[name], labels_by_split[name] = items, labels
     parts: dict[str, RawSplit] = {}
     classes: tuple[str, ...] | None = None
-    for name, labels in _with_multi_hot(labels_by_split).items():
+    labels_by_split = _with_multi_hot(labels_by_split)
+    if _are_one_hot(labels_by_split):
+        if held_out:  # to train on
+            raise UserError(
+                "Each label is a vector with exactly one 1, as one-hot labels are: use `label.argmax()` if each image "
+                "has one class, or lists of class indices, such as [2], if it can have several."
+            )
+        notes.append("Each label is a vector with exactly one 1, taken as a list of classes.")
+    for name, labels in labels_by_split.items():
         items = items_by_split[name]
         names, split_classes = name_labels(labels, items.keys, items.classes)
         classes = split_classes if name == "train" else classes
@@ -359,20 +367,14 @@ def name_labels(
 
 
 def _with_multi_hot(by_split: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Lists of zeros and ones as vectors, if a repeated value shows that they are no lists of classes.
-
-    Where each vector has exactly one 1 they are refused: they look like one-hot labels of one class per image.
-    """
+    """Lists of zeros and ones as vectors, unless they can be lists of classes: no value repeated, nor all of both."""
     every = [label for labels in by_split.values() for label in labels]
     lists = all(type(label) is tuple and len(label) > 1 for label in every)
-    vectors = lists and len({len(label) for label in every}) == 1 and {x for label in every for x in label} <= {0, 1}
-    if vectors and any(len(set(label)) < len(label) for label in every):
-        by_split = {name: [_MultiHot(label) for label in labels] for name, labels in by_split.items()}
-        every = [label for labels in by_split.values() for label in labels]
-    pairs = vectors and all(set(label) == {0, 1} for label in every)  # as lists of classes, all images would be equal
-    if pairs or all(isinstance(label, _MultiHot) and len(label) == 1 for label in every):
-        raise UserError(
-            "Each label is a vector with exactly one 1, as one-hot labels are: use `label.argmax()` if each image has "
-            "one class, or lists of class indices, such as [2], if it can have several."
-        )
-    return by_split
+    bits = lists and len({len(label) for label in every}) == 1 and {x for label in every for x in label} <= {0, 1}
+    if not bits or not (any(len(set(label)) < len(label) for label in every) or len(every[0]) == 2):
+        return by_split
+    return {name: [_MultiHot(label) for label in labels] for name, labels in by_split.items()}
+
+
+def _are_one_hot(by_split: dict[str, list[Any]]) -> bool:
+    return all(isinstance(label, _MultiHot) and len(label) == 1 for labels in by_split.values() for label in labels)

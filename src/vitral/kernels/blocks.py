@@ -188,13 +188,14 @@ def _norm_arguments(norm: NormWeights, drop: BranchDrop | None) -> tuple[Tensor,
 def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse second derivatives and several gradients at once.
 
-    PyTorch's `once_differentiable` takes the result for a constant if the incoming gradient is one, although what the
-    forward pass saved is none.
+    PyTorch's `once_differentiable` takes the result for a constant if the incoming gradient is one, although the saved
+    tensors are not.
     """
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+        if torch.is_grad_enabled() or batched or torch._C._are_functorch_transforms_active():
             raise UserError(
                 "the kernels for half precision have no second derivatives (create_graph) and no batched gradients "
                 "(is_grads_batched): compute the model in float32, without autocast."

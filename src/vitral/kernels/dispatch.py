@@ -7,6 +7,7 @@ import platform
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
 
     Args:
         module: has hooks or a `forward` of its own (as gradient checkpointing sets it), or not.
-        expected: its class, exactly: an adapter or a parametrization has another one. Nor may anybody have given the
-            class another `forward`.
+        expected: its class, exactly: an adapter or a parametrization has another one, or a class whose `forward` was
+            replaced.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks or _has_global_hooks() or "forward" in module.__dict__:
@@ -50,7 +51,7 @@ def _has_global_hooks() -> bool:
     return bool(forward or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks)
 
 
-_OWN_FORWARDS: dict[type[nn.Module], Any] = {}  # those that were looked at and are the ones of the definition
+_OWN_FORWARDS: dict[type[nn.Module], Any] = {}  # of classes that were looked at, if it is unmodified
 
 
 def _has_own_forward(module_type: type[nn.Module]) -> bool:
@@ -58,8 +59,10 @@ def _has_own_forward(module_type: type[nn.Module]) -> bool:
     forward: Any = module_type.forward
     if _OWN_FORWARDS.get(module_type) is forward:
         return True
-    name = forward.__module__, forward.__qualname__
-    own = name == (module_type.__module__, f"{module_type.__qualname__}.forward") and "__wrapped__" not in vars(forward)
+    if not isinstance(forward, FunctionType) or "__wrapped__" in vars(forward):
+        return False
+    name = forward.__module__, forward.__code__.co_qualname  # the code's own, which no decorator copies
+    own = name == (module_type.__module__, f"{module_type.__qualname__}.forward")
     if own:
         _OWN_FORWARDS[module_type] = forward
     return own
@@ -73,6 +76,11 @@ def is_inactive_dropout(module: nn.Module) -> bool:
 def is_plain_tensor(x: Tensor) -> bool:
     """Whether `x` is no subclass of Tensor, such as a quantised or a distributed one."""
     return type(x) in (Tensor, nn.Parameter)
+
+
+def _has_own_dispatch(x: Tensor) -> bool:
+    """Whether `x` is of a subclass that computes in its own way, as distributed and quantised tensors do."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_exporting() -> bool:
@@ -178,12 +186,12 @@ def _fits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def _is_transformed() -> bool:
     """Whether operators are traced, counted, mapped or differentiated forward, all of which need PyTorch's own."""
-    return (
-        torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0 or _is_mapped_or_dual()
+
+
+def _is_mapped_or_dual() -> bool:
+    """Whether functions are transformed by torch.func, or differentiated forward; also while torch.compile traces."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 @cache
@@ -216,7 +224,9 @@ def supports_crop_resize(device: torch.device) -> bool:
 
 def _runs_kernels(x: Tensor) -> bool:
     """Whether kernels may compute what operators of PyTorch would: the GPU has them, and nothing looks at operators."""
-    return _has_kernels(x.device) and (torch.compiler.is_compiling() or not _is_transformed())
+    if not _has_kernels(x.device) or _is_mapped_or_dual():
+        return False
+    return torch.compiler.is_compiling() or not (_is_transformed() or _has_own_dispatch(x))
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -242,6 +252,7 @@ def check_fp8(device: torch.device) -> None:
 # does not trace into them, where it would warn of a cache, and not know the names of methods.
 setattr(_has_kernels, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_has_own_forward, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(_is_mapped_or_dual, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 @cache

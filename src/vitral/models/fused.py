@@ -117,10 +117,16 @@ def enable_fp8(model: nn.Module, *, freeze: bool) -> str:
     config = model.config
     if config.width < FP8_MIN_WIDTH:
         return f"its width of {config.width} is below {FP8_MIN_WIDTH}, where FP8 is not faster"
-    blocks = [block for block in model.blocks if isinstance(block, Block) and _is_fusible(block, torch.bfloat16)]
+    plain = [block for block in model.blocks if isinstance(block, Block) and _is_fusible(block, torch.bfloat16)]
+    blocks = [block for block in plain if _are_readable(_weights(block))]
     trained = {weight.requires_grad for weight in [*model.blocks.parameters(), *model.norm.parameters()]}
-    blocks = [block for block in blocks if _are_readable(_weights(block))]
-    if len(blocks) < config.depth or not model.fuses_blocks or config.width % 16 or config.mlp % 16 or len(trained) > 1:
+    if (
+        len(blocks) < len(model.blocks)
+        or not model.fuses_blocks
+        or config.width % 16
+        or config.mlp % 16
+        or len(trained) > 1
+    ):
         return "its blocks are not plain ones that are all trained, or all not (see docs/architecture.md)"
     if freeze:
         from vitral.kernels.fp8 import quantize_block

@@ -198,8 +198,8 @@ class AxialBlock(nn.Module):
     def forward(self, x: Tensor, grid: Size, rotation: None = None) -> Tensor:
         """(batch, h * w, dim) -> (batch, h * w, dim)"""
         x = x.unflatten(1, grid)
-        x = self.row(x, grid)
-        x = self.column(x.transpose(1, 2), grid).transpose(1, 2)
+        x = self.row(x, grid=grid)
+        x = self.column(x.transpose(1, 2), grid=grid).transpose(1, 2)
         return x.flatten(1, 2)
 
 

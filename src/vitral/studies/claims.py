@@ -5,9 +5,7 @@ difference of their means over seeds, where a group of several cells is averaged
 each, the same number in both groups, are compared by the interval of their paired differences. Slopes are least-squares
 fits over the logarithm.
 
-Seeds that tie, paired differences that are all the same, and runs that lie on the line of their slope have no spread.
-Accuracies, which are shares of test images, then have the binomial error of these images instead: with 20 images, two
-seeds can agree by chance. Other metrics, such as FLOPs, keep an interval of width zero.
+The spread of an accuracy is at least what one test image makes, since seeds can agree by chance where there are few.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import student_quantile
 from vitral.studies.definition import Claim, Study, Where
-from vitral.studies.planning import CellResult, Sample, are_tied, binomial_error_of, mean_over_seeds
+from vitral.studies.planning import CellResult, Sample, mean_over_seeds, one_image
 
 Verdict = Literal["held", "not held", "undecided"]
 
@@ -142,10 +140,8 @@ def _paired(first: Sequence[CellResult], second: Sequence[CellResult], metric: s
         return None
     means = [[statistics.fmean(_values(cell, metric).values()) for cell in group] for group in (first, second)]
     differences = [a - b for a, b in zip(*means, strict=True)]
-    tests = [test for group in (first, second) if (test := binomial_error_of(group, metric)) is not None]
-    if are_tied(differences) and len(tests) == 2:
-        return _welch(*tests)
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    least = max(one_image([cell], metric) for cell in (*first, *second)) / math.sqrt(len(differences))
+    error = max(statistics.stdev(differences), least) / math.sqrt(len(differences))
     return Estimate(statistics.fmean(differences), student_quantile(len(differences) - 1) * error)
 
 
@@ -183,14 +179,9 @@ def _slope(cells: Sequence[CellResult], along: str, metric: str) -> Sample | Non
     fit = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     mean = statistics.fmean(x for x, _ in points)
     spread = sum((x - mean) ** 2 for x, _ in points)
-    deviations = [y - fit.intercept - fit.slope * x for x, y in points]
-    residuals, freedom = sum(deviation**2 for deviation in deviations), len(points) - 2
-    tests = [test for cell in cells if (test := cell.binomial_error(metric)) is not None]
-    if are_tied([0.0, *deviations]) and len(tests) == len(cells):
-        # Of a cell, all runs have the same x and the same test images.
-        factors = [sum(x - mean for x, _ in _points([cell], along, metric)) / spread for cell in cells]
-        error = math.hypot(*(factor * test.error for factor, test in zip(factors, tests, strict=True)))
-        return Sample(fit.slope, error, min(test.freedom for test in tests))
+    residuals = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in points)
+    residuals = max(residuals, max(one_image([cell], metric) for cell in cells) ** 2)
+    freedom = len(points) - 2
     return Sample(fit.slope, math.sqrt(residuals / freedom / spread), freedom)
 
 

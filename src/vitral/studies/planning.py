@@ -24,8 +24,6 @@ from vitral.recipe import Recipe, architecture_of
 from vitral.studies.definition import Cell, PlannedRun, Study, planned_run, settings_text
 
 _STATE_BYTES = 16  # per parameter: weights, gradients and two moments in single precision
-_TIE = 1e-9  # values of seeds that differ by less are the same share, but for rounding
-_LARGEST_FREEDOM = 1000  # degrees of freedom; with more the interval is less than 0.2 % narrower
 _SHARES = {  # metrics that are shares of the test images, or means of such shares
     *("score", "top1", "top5", "real", "mean_per_class", "mean_average_precision"),
     *("micro_f1", "macro_f1", "micro_f1_at_thresholds", "macro_f1_at_thresholds"),
@@ -155,22 +153,7 @@ class CellResult:
         values = self.values(metric)
         if len(values) < 2:
             return None
-        sample = mean_over_seeds(values, [self], metric)
-        return student_quantile(math.floor(sample.freedom)) * sample.error
-
-    def binomial_error(self, metric: str) -> Sample | None:
-        """The mean of a share of test images with its binomial standard error; None for other metrics, and if the
-        number of images is not recorded.
-
-        Runs on the same images share this error, so it does not shrink with their number. Two images more that are
-        right and two that are wrong (Agresti and Coull) keep it above zero for shares of 0 and 1.
-        """
-        mean, counts = self.mean(metric), self.values("n")
-        if not (metric in _SHARES or metric.endswith("-shot")) or mean is None or not 0 <= mean <= 1 or not counts:
-            return None
-        images = min(counts)
-        share = (images * mean + 2) / (images + 4)
-        return Sample(mean, math.sqrt(share * (1 - share) / (images + 4)), min(max(images - 1, 1), _LARGEST_FREEDOM))
+        return student_quantile(len(values) - 1) * mean_over_seeds(values, [self], metric).error
 
     def seconds(self) -> float | None:
         """The median over seeds."""
@@ -191,28 +174,19 @@ class CellResult:
 def mean_over_seeds(values: Sequence[float], cells: Sequence[CellResult], metric: str) -> Sample:
     """The mean of some cells from their values by seed, at least two.
 
-    Its standard error is that of the values. If they tie, which with few test images says little, it is that of the
-    test images (`binomial_error_of`).
+    The deviation between seeds is at least the one of a single test image that one of them gets right: seeds that tie
+    on few images do not show that others would.
     """
-    mean, test = statistics.fmean(values), binomial_error_of(cells, metric)
-    if test is not None and are_tied(values):
-        return test._replace(mean=mean)
-    return Sample(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values) - 1)
+    deviation = max(statistics.stdev(values), one_image(cells, metric) / math.sqrt(len(values)))
+    return Sample(statistics.fmean(values), deviation / math.sqrt(len(values)), len(values) - 1)
 
 
-def binomial_error_of(cells: Sequence[CellResult], metric: str) -> Sample | None:
-    """The mean of some cells with the mean of their binomial standard errors: as if all were of the same test images.
-    None if a cell has none."""
-    tests = [test for cell in cells if (test := cell.binomial_error(metric)) is not None]
-    if not tests or len(tests) < len(cells):
-        return None
-    means, errors, freedoms = zip(*tests, strict=True)
-    return Sample(statistics.fmean(means), statistics.fmean(errors), min(freedoms))
-
-
-def are_tied(values: Sequence[float]) -> bool:
-    """Whether values are the same but for rounding."""
-    return max(values) - min(values) < _TIE
+def one_image(cells: Sequence[CellResult], metric: str) -> float:
+    """What one test image contributes to the mean of some cells; 0 for other metrics than shares of the test images,
+    and if their number is not recorded."""
+    counts = [min(cell.values("n"), default=0) for cell in cells]
+    is_share = metric in _SHARES or metric.endswith("-shot")
+    return 1 / (min(counts) * len(counts)) if is_share and all(counts) else 0.0
 
 
 def plan(study: Study, records: Records) -> Plan:

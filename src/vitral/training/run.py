@@ -330,7 +330,7 @@ def _nonfinite_reason(names: list[str], setup: RunSetup) -> str:
         "set precision=float32": setup.config.autocast is not None,
     }
     applicable = [text for text, applies in advice.items() if applies] or ["check data.mean and data.std"]
-    problem = f"the loss or its gradient is not finite (NaN or Inf) at step 1 (images {shorten(names)})"
+    problem = f"the loss is not finite (NaN or Inf) at step 1 (images {shorten(names)})"
     return f"{problem}: {', or '.join(applicable)}."
 
 
