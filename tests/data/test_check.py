@@ -109,7 +109,7 @@ def test_planted_problems_are_found(tmp_path, workers):
         ("train/b/5.jpg", "test/b/smaller.jpg"),
     }
     total = sum(report.images.values())
-    assert events[-1] == Progress("checking", total, total)
+    assert Progress("checking", total, total) in events
     assert report.imbalance == pytest.approx(
         max(report.classes["train"].values()) / min(report.classes["train"].values())
     )
@@ -144,6 +144,17 @@ def test_folders_without_any_image_are_reported_too(tmp_path):
         (tmp_path / name).mkdir()
     report = check(tmp_path)
     assert (report.empty, report.images, report.imbalance, report.widths) == (("a", "b"), {"train": 0}, 0, {})
+
+
+def test_near_copies_are_searched_for_with_progress(tmp_path):
+    """The search takes longer than reading where many images are alike."""
+    pixels = np.random.default_rng(0).integers(0, 256, (130, 32, 32, 3), np.uint8)
+    events: list[Event] = []
+    check(open_data((pixels, ["a", "b"] * 65), held_out=0), on_event=events.append)
+    compared = [event for event in events if isinstance(event, Progress) and event.task == "comparing"]
+    # Images of train with one another, then all of train and of the split that training would make with those of it.
+    assert (compared[-1].done, compared[-1].total) == (104 + 130, 104 + 130)
+    assert len(compared) > 3
 
 
 def test_class_names_that_differ_only_in_case_or_spaces_are_reported(tmp_path, command):

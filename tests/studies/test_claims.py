@@ -11,7 +11,7 @@ from scipy import stats
 
 from vitral.studies.claims import check_claims, difference, select
 from vitral.studies.definition import Cell, Claim, Study, planned_run
-from vitral.studies.planning import CellResult, Record
+from vitral.studies.planning import CellResult, Record, _score
 
 EMPTY = Study("mine", "Mine", "top1", {}, ())
 
@@ -141,6 +141,12 @@ def test_a_spread_of_one_image_is_never_narrower_than_none():
         first, *rest = (cell(values, images=17).interval("top1") or 0.0 for values in (tie, *others))
         assert first == pytest.approx(stats.t.ppf(0.975, seeds - 1) * np.std(others[0], ddof=1) / math.sqrt(seeds))
         assert all(first <= 1.0001 * half for half in rest)
+
+
+def test_a_shown_interval_of_an_accuracy_ends_at_100_percent():
+    text = _score(cell([1.0, 1.0], images=17), "top1")
+    assert text.startswith("100.00% (")
+    assert text.endswith(" to 100.00)")
 
 
 def test_a_tie_of_a_count_or_a_spread_between_seeds_is_taken_as_it_is():

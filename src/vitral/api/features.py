@@ -219,6 +219,8 @@ def search(
     kept = Path(index) if index else None
     if kept is not None and not kept.exists():
         check_writable(kept)
+    if top < 1:
+        raise UserError(f"top must be at least 1, not {top}.")
     model, card = load_source(source, on_event)
     model.to(compute_device(source, device))
     preprocessing = resolve_preprocessing(card, preprocess, on_event)

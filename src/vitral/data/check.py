@@ -117,7 +117,7 @@ class _Image(NamedTuple):
 
 
 def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHandler = ignore_events) -> CheckReport:
-    """Read every image of all splits once and report problems; events are `Progress("checking", ...)`.
+    """Read every image of all splits once and report problems; events are `Progress`, "checking" and "comparing".
 
     Without a val or test split, leaks are those of the split that training makes by default.
     """
@@ -127,7 +127,7 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
     for chunk in map_images(_read, data.splits, workers):
         images += chunk
         on_event(Progress("checking", len(images), total))
-    return _report(data, images)
+    return _report(data, images, on_event)
 
 
 def open_to_check(source: str | Path) -> DataSet:
@@ -152,13 +152,13 @@ def _pixel_facts(pixels: np.ndarray) -> ImageFacts:
     return ImageFacts("pixels", width, height, "L" if channels == 1 else "RGB", 8, channels, False, 1)
 
 
-def _report(data: DataSet, images: list[_Image]) -> CheckReport:
+def _report(data: DataSet, images: list[_Image], on_event: EventHandler) -> CheckReport:
     keys = [key for split in data.splits for key in split.keys]
     labels = [row.tobytes() for split in data.splits for row in split.labels]
     group = _groups(data)
     same_file = copies.identical([image.signature.file_digest or image.signature.pixel_digest for image in images])
     same_pixels = copies.identical([image.signature.pixel_digest for image in images])
-    near = copies.near_pairs([image.signature for image in images], group)
+    near = copies.near_pairs([image.signature for image in images], group, on_event)
     facts = [(key, image.facts) for key, image in zip(keys, images, strict=True) if image.facts]
     counts = data.train.counts()
     trainable = counts.any() or not data.splits[1:]  # else the source has a test split only

@@ -22,6 +22,7 @@ from vitral.data.images import ImageError, decode
 from vitral.data.pixels import resize
 from vitral.data.splits import Split, content_bytes
 from vitral.data.workers import CHUNK, map_images
+from vitral.events import EventHandler, Progress, ignore_events
 
 SIDE = 32  # pixels per side of what is hashed
 _BANDS, _BAND_BITS = 4, 16
@@ -190,13 +191,16 @@ def identical(digests: Sequence[Hashable]) -> list[list[int]]:
     return [members for members in groups.values() if len(members) > 1]
 
 
-def near_pairs(signatures: list[ImageSignature], group: np.ndarray) -> list[tuple[int, int, float]]:
+def near_pairs(
+    signatures: list[ImageSignature], group: np.ndarray, on_event: EventHandler = ignore_events
+) -> list[tuple[int, int, float]]:
     """Near copies (index, index, score) whose pixels differ, the best first.
 
     Every image is compared with the later ones of its own group, an entry of `group` (n,), and with the images of later
-    groups, as `dedupe` compares train with test.
+    groups, as `dedupe` compares train with test; `on_event` receives `Progress("comparing", ...)`.
     """
-    pairs = []
+    pairs, done = [], 0
+    total = sum(int((group <= number).sum()) for number in range(int(group.max(initial=-1)) + 1))
     for number in range(int(group.max(initial=-1)) + 1):
         stored = np.flatnonzero(group == number)
         crops = UNCROPPED if number == 0 and len(stored) > MAX_CROP_SEARCH else CROPS
@@ -207,6 +211,8 @@ def near_pairs(signatures: list[ImageSignature], group: np.ndarray) -> list[tupl
                 chunk = queries[start : start + CHUNK]
                 matches = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
                 pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in matches]
+                done += len(chunk)
+                on_event(Progress("comparing", done, total))
     different = [pair for pair in pairs if signatures[pair[0]].pixel_digest != signatures[pair[1]].pixel_digest]
     return sorted(different, key=lambda pair: (-pair[2], *pair[:2]))
 

@@ -207,7 +207,7 @@ def copy_groups(split: Split, workers: int = 0, on_event: EventHandler = ignore_
 
     same = identical([image.pixel_digest for image in images])
     pairs = [(members[0], member) for members in same for member in members[1:]]
-    pairs += [(first, second) for first, second, _ in near_pairs(images, np.zeros(len(images), np.int64))]
+    pairs += [(first, second) for first, second, _ in near_pairs(images, np.zeros(len(images), np.int64), on_event)]
     for pair in pairs:
         first, second = sorted(map(root, pair))
         group[second] = first

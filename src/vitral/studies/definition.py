@@ -310,8 +310,9 @@ def _claim(claim: Mapping[str, Any], name: str) -> Claim:
     unknown = sorted(set(claim) - {item.name for item in fields(Claim)})
     text = claim.get("text", "")
     if unknown or not text or claim.get("kind") not in get_args(ClaimKind):
-        problem = f'the unknown key "{unknown[0]}"' if unknown else "no text, or a kind that does not exist"
-        raise UserError(f"a claim of the study {name} has {problem}: kinds are {', '.join(get_args(ClaimKind))}.")
+        known = ", ".join(item.name for item in fields(Claim))
+        problem = f'the unknown key "{unknown[0]}": keys are {known}' if unknown else "no text or no such kind"
+        raise UserError(f"a claim of the study {name} has {problem}; kinds are {', '.join(get_args(ClaimKind))}.")
     selections: dict[str, Any] = {key: _flat(claim[key], keys()) for key in ("a", "b") if key in claim}
     order = tuple(_flat(where, keys()) for where in claim.get("order", ()))
     values: dict[str, Any] = {

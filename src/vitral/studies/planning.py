@@ -185,8 +185,11 @@ def one_image(cells: Sequence[CellResult], metric: str) -> float:
     """What one test image contributes to the mean of some cells; 0 for other metrics than shares of the test images,
     and if their number is not recorded."""
     counts = [min(cell.values("n"), default=0) for cell in cells]
-    is_share = metric in _SHARES or metric.endswith("-shot")
-    return 1 / (min(counts) * len(counts)) if is_share and all(counts) else 0.0
+    return 1 / (min(counts) * len(counts)) if _is_share(metric) and all(counts) else 0.0
+
+
+def _is_share(metric: str) -> bool:
+    return metric in _SHARES or metric.endswith("-shot")
 
 
 def plan(study: Study, records: Records) -> Plan:
@@ -326,7 +329,9 @@ def _score(cell: CellResult, metric: str) -> str:
     if mean is None:
         return ""
     if 0 <= mean <= 1:
-        return f"{mean:.2%}" + ("" if half is None else f" ({100 * (mean - half):.2f} to {100 * (mean + half):.2f})")
+        low, high = mean - (half or 0.0), mean + (half or 0.0)
+        low, high = (max(low, 0.0), min(high, 1.0)) if _is_share(metric) else (low, high)
+        return f"{mean:.2%}" + ("" if half is None else f" ({100 * low:.2f} to {100 * high:.2f})")
     digits = 0 if float(mean).is_integer() else 1  # a largest batch, a rate
     shown = [f"{value:,.{digits}f}" for value in ([mean] if half is None else [mean, mean - half, mean + half])]
     return shown[0] + (f" ({shown[1]} to {shown[2]})" if half is not None else "")
