@@ -170,9 +170,9 @@ def _emulate(weights: str, folder: str, preprocess: str) -> None:
         "int8, best scale of each token": rounded_model(model, bounded=False, largest=INT8_MAX),
     }
     for name, some in rounded.items():
-        found = logits(some)
-        same, right = np.mean(found.argmax(1) == exact.argmax(1)), np.mean(found.argmax(1) == labels)
-        distance = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        rough = logits(some)
+        same, right = np.mean(rough.argmax(1) == exact.argmax(1)), np.mean(rough.argmax(1) == labels)
+        distance = np.linalg.norm(rough - exact) / np.linalg.norm(exact)
         print(f"{name}: top-1 agrees in {same:.2%}, is {right:.2%}, logits differ by {distance:.4f}", flush=True)
 
 

@@ -106,6 +106,7 @@ def test_variables_of_torchrun_that_are_wrong_are_one_sentence(variables, expect
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("signalled", [True, False], ids=["by signal", "by waiting"])  # how PyTorch may notice
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -113,7 +114,7 @@ def test_variables_of_torchrun_that_are_wrong_are_one_sentence(variables, expect
         ("os._exit(1)", "a worker process that reads images failed, with its error printed above"),
     ],
 )
-def test_a_worker_that_ends_is_one_sentence(end: str, said: str) -> None:
+def test_a_worker_that_ends_is_one_sentence(end: str, said: str, signalled: bool) -> None:
     code = """
 import os, signal
 from vitral.data.loader import iterate_in_workers
@@ -126,13 +127,14 @@ class Images:
         return index
 
 try:
-    list(iterate_in_workers(Images(), 1))
+    for item in iterate_in_workers(Images(), 1):
+        if not SIGNALLED: signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 except UserError as error:
     print(error)
 """
     source = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", code.replace("END", end)],
+        [sys.executable, "-c", code.replace("END", end).replace("SIGNALLED", str(signalled))],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,

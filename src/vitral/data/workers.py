@@ -85,7 +85,7 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
     items: Any = iter(loader)
     exiting = sys.is_finalizing  # a local name: at the end of the program those of modules are gone
     try:
-        with _killed_workers():
+        with _explained_end(items):
             for item in items:
                 if isinstance(item, UserError):
                     raise item
@@ -99,17 +99,19 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
 
 
 @contextlib.contextmanager
-def _killed_workers() -> Iterator[None]:
+def _explained_end(items: Any) -> Iterator[None]:
     """Explain the end of a worker process: the system kills one that needs more memory than there is.
 
     One that is started from scratch (the default of macOS and Windows) imports the user's script, and may fail at that.
+    The processes have the exit codes; PyTorch's error names one only if it noticed the end by a signal.
     """
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        if "exit code" in f"{error} {error.__cause__}":
+        codes = [process.exitcode for process in getattr(items, "_workers", ())]
+        if "exit code" in f"{error} {error.__cause__}" or any(code is not None and code > 0 for code in codes):
             raise UserError(
                 "a worker process that reads images failed, with its error printed above: set workers=0, or, in a "
                 'script, put the calls that start work under `if __name__ == "__main__":`.'
