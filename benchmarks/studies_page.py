@@ -16,6 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageChops
 
 import vitral
+from vitral.api.study import StudyRuns
 from vitral.report.html import Section, page, panels
 from vitral.studies.definition import shipped
 from vitral.studies.report import figures
@@ -30,18 +31,22 @@ def updated(text: str, results: Path) -> str:
     """The page with the claims and the reports of a folder of studies between its marks."""
     report = vitral.study("report", results)
     assert isinstance(report, vitral.StudyReport)
-    studies = [(state.study, state.folder.name) for state in report.studies]
-    links = [
-        f"- [{study.title}](../results/{name}/report.md) ({study.source}), [figure](../results/{name}/figure.png)\n"
-        for study, name in studies
-    ]
-    missing = sorted(set(shipped()) - {study.name for study, _ in studies})
+    links = [_link(state) for state in report.studies]
+    missing = sorted(set(shipped()) - {state.study.name for state in report.studies})
     links += ["\n", f"Not run yet: {', '.join(missing)}.\n"] if missing else []
     parts = {"claims": (results / "claims.md").read_text("utf-8"), "reports": "".join(links)}
     for name, part in parts.items():
         mark = f"<!-- {name} -->\n"
         text = re.sub(f"{mark}.*?<!-- end -->", lambda _, new=f"{mark}{part}<!-- end -->": new, text, flags=re.DOTALL)
     return text
+
+
+def _link(state: StudyRuns) -> str:
+    """A line of the list of reports."""
+    folder, current = f"../results/{state.folder.name}", state.plan
+    done = current.total - len(current.pending) - current.waiting
+    part = f", {done} of {current.total} runs so far" if done < current.total else ""
+    return f"- [{state.study.title}]({folder}/report.md) ({state.study.source}), [figure]({folder}/figure.png){part}\n"
 
 
 def draw(results: Path) -> None:

@@ -71,6 +71,30 @@ def test_what_was_not_measured_is_not_written():
     assert "Bars are" not in report.html(study, results(study, records), records)  # one run each has no interval
 
 
+def test_an_unfinished_study_says_how_many_runs_it_has():
+    study, records = recorded(PATHS)
+    assert "Incomplete" not in report.markdown(study, results(study, records), records)
+    del records[plan(study, {}).runs[2].id]
+    text = report.markdown(study, results(study, records), records)
+    assert "Incomplete: 2 of 3 runs. " in text  # two cells are the same run
+    assert "Incomplete: 2 of 3 runs. " in report.html(study, results(study, records), records)
+
+
+@pytest.mark.parametrize(("axis", "drawn"), [("", r"\(0.00 to 100.00\)<"), ('x = "epochs"', r">0 %<.*>100 %<")])
+def test_intervals_of_accuracies_end_at_0_and_100_percent(axis, drawn):
+    """Of seeds that differ much, in figures as in tables."""
+    settings = 'title = "Few"\nmetric = "top1"\nseeds = [0, 1]\nrecipe = { model = "ViT-Ti/16", batch = 8, steps = 0 }'
+    study = parse_study(tomllib.loads(f"{settings}\naxes = {{ epochs = [1, 2] }}\n{axis}"), "mine")
+    runs = plan(study, {}).runs
+    records = {run.id: Record(run.id, "mine", {}, metrics={"top1": 0.2 + 0.5 * run.settings["seed"]}) for run in runs}
+    cells = results(study, records)
+    assert "45.00% (0.00 to 100.00)" in report.markdown(study, cells, records)
+    ((_, chart),) = report.figures(study, cells)
+    assert re.search(drawn, chart), chart
+    percentages = [float(number) for number in re.findall(r">(-?[\d.]+) %<", chart)]
+    assert all(0 <= number <= 100 for number in percentages)
+
+
 def test_counts_have_a_figure_each_and_logarithmic_axes_if_they_differ_by_orders_of_magnitude():
     head = 'title = "Speed"\nmetric = "images_per_second"\ncolumns = ["largest_batch", "real"]\nx = "image"\n'
     axes = (

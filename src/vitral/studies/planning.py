@@ -155,6 +155,13 @@ class CellResult:
             return None
         return student_quantile(len(values) - 1) * mean_over_seeds(values, [self], metric).error
 
+    def bounds(self, metric: str) -> tuple[float, float] | None:
+        """The ends of the interval; a share of images is neither below 0 nor above 1."""
+        mean, half = self.mean(metric), self.interval(metric)
+        if mean is None or half is None:
+            return None
+        return (max(mean - half, 0.0), min(mean + half, 1.0)) if _is_share(metric) else (mean - half, mean + half)
+
     def seconds(self) -> float | None:
         """The median over seeds."""
         return statistics.median(record.seconds for record in self.records) if self.records else None
@@ -325,16 +332,14 @@ def table(study: Study, cells: Sequence[CellResult]) -> tuple[list[str], list[li
 
 
 def _score(cell: CellResult, metric: str) -> str:
-    mean, half = cell.mean(metric), cell.interval(metric)
+    mean, bounds = cell.mean(metric), cell.bounds(metric)
     if mean is None:
         return ""
     if 0 <= mean <= 1:
-        low, high = mean - (half or 0.0), mean + (half or 0.0)
-        low, high = (max(low, 0.0), min(high, 1.0)) if _is_share(metric) else (low, high)
-        return f"{mean:.2%}" + ("" if half is None else f" ({100 * low:.2f} to {100 * high:.2f})")
+        return f"{mean:.2%}" + (f" ({100 * bounds[0]:.2f} to {100 * bounds[1]:.2f})" if bounds else "")
     digits = 0 if float(mean).is_integer() else 1  # a largest batch, a rate
-    shown = [f"{value:,.{digits}f}" for value in ([mean] if half is None else [mean, mean - half, mean + half])]
-    return shown[0] + (f" ({shown[1]} to {shown[2]})" if half is not None else "")
+    shown = [f"{value:,.{digits}f}" for value in (mean, *(bounds or ()))]
+    return shown[0] + (f" ({shown[1]} to {shown[2]})" if bounds else "")
 
 
 def _counted(cell: CellResult) -> str:

@@ -13,7 +13,7 @@ from vitral.report.charts import Panel
 from vitral.report.html import Section, headline_numbers, page, panels
 from vitral.studies.claims import ClaimResult, Verdict, check_claims, is_count
 from vitral.studies.definition import Study, settings_text
-from vitral.studies.planning import CellResult, Record, table
+from vitral.studies.planning import CellResult, Record, plan, table
 
 # Readable on a light and on a dark page.
 _COLOURS = ("#3f74cc", "#d2603f", "#2a9d8f", "#b07cc6", "#c99a2e", "#6b8e23", "#d0588f", "#7a8794")
@@ -90,7 +90,15 @@ def cost_sentence(records: Mapping[str, Record]) -> str:
 
 
 def _table_notes(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
-    return " ".join(filter(None, [_intervals(records), cost_sentence(records), edge_sentence(study, cells)]))
+    sentences = [_missing(study, records), _intervals(records), cost_sentence(records), edge_sentence(study, cells)]
+    return " ".join(filter(None, sentences))
+
+
+def _missing(study: Study, records: Mapping[str, Record]) -> str:
+    """How much of an unfinished study there is."""
+    current = plan(study, records)
+    missing = len(current.pending) + current.waiting
+    return f"Incomplete: {current.total - missing} of {current.total} runs." if missing else ""
 
 
 def edge_sentence(study: Study, cells: Sequence[CellResult]) -> str:
@@ -187,12 +195,12 @@ def figures(study: Study, cells: Sequence[CellResult]) -> list[tuple[str, str]]:
         counts = [column for column in study.columns if is_count(column) and any(cell.values(column) for cell in done)]
         charts = [(f"Ours: {metric}", curves(study, done, metric)) for metric in (study.metric, *counts)]
     else:
-        rows = [(_row_name(cell, cells), cell.mean(study.metric), cell.interval(study.metric)) for cell in done]
-        shown = [(name, mean, half) for name, mean, half in rows if mean is not None]
+        rows = [(_row_name(cell, cells), cell.mean(study.metric), cell.bounds(study.metric)) for cell in done]
+        shown = [(name, mean, bounds) for name, mean, bounds in rows if mean is not None]
         charts = [(caption, row_chart(shown, percent=not is_count(study.metric)))]
     paper = [(_row_name(cell, cells), cell.cell.paper / 100, None) for cell in cells if cell.cell.paper is not None]
     if paper:
-        unique = list({name: (name, value, half) for name, value, half in paper}.values())
+        unique = list({row[0]: row for row in paper}.values())
         charts.append(("The paper's values", row_chart(unique, percent=True)))
     return charts
 
@@ -204,10 +212,10 @@ def _row_name(cell: CellResult, cells: Sequence[CellResult]) -> str:
     return ", ".join([str(cell.labels["name"]), *(str(cell.labels[key]) for key in keys if key in cell.labels)])
 
 
-def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool) -> str:
-    """A dot per row of a name, a value (of a share of 1 with `percent`) and half of its interval, if there is one
+def row_chart(rows: Sequence[tuple[str, float, tuple[float, float] | None]], *, percent: bool) -> str:
+    """A dot per row of a name, a value (of a share of 1 with `percent`) and the ends of its interval, if there is one
     (SVG)."""
-    ends = [value + sign * (half or 0.0) for _, value, half in rows for sign in (-1, 1)]
+    ends = [end for _, value, bounds in rows for end in bounds or (value,)]
     low, high = min(ends), max(ends)
     span = (high - low) or abs(high) or 1.0
 
@@ -215,14 +223,14 @@ def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool)
         return _LABELS + 12 + (value - low) / span * (_WIDTH - _LABELS - 92)
 
     parts = []
-    for number, (name, value, half) in enumerate(rows):
+    for number, (name, value, bounds) in enumerate(rows):
         y = _ROW * number + 18
         text = f"{100 * value:.2f} %" if percent else f"{value:,.4g}"
         parts.append(f'<text x="{_LABELS}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
-        if half:
-            ends_of_bar = f"{x(value - half):.1f},{y} {x(value + half):.1f},{y}"
+        if bounds:
+            ends_of_bar = f"{x(bounds[0]):.1f},{y} {x(bounds[1]):.1f},{y}"
             parts.append(f'<polyline points="{ends_of_bar}" style="stroke:{_COLOURS[0]};opacity:.5"/>')
-        ends = f" ({100 * (value - half):.2f} to {100 * (value + half):.2f})" if half and percent else ""
+        ends = f" ({100 * bounds[0]:.2f} to {100 * bounds[1]:.2f})" if bounds and percent else ""
         title = f"<title>{escape(f'{name}: {text}{ends}')}</title>"
         style = f'style="fill:{_COLOURS[0]}"'
         parts.append(
@@ -237,22 +245,20 @@ def curves(study: Study, cells: Sequence[CellResult], metric: str) -> str:
     """A metric over the study's axis, a line per group of cells with intervals (SVG and a legend); counts that differ
     by orders of magnitude have logarithmic axes."""
     percent = not is_count(metric)
-    lines: dict[tuple[str, str], list[tuple[float, float, float | None]]] = {}
+    lines: dict[tuple[str, str], list[tuple[float, float, tuple[float, float]]]] = {}
     for cell in cells:
         x, mean = cell.number(study.x, metric), cell.mean(metric)
         if x is not None and mean is not None:
             key = (_series(cell, study.x), _line(cell, cells, study.x))
-            lines.setdefault(key, []).append((x, mean, cell.interval(metric)))
+            lines.setdefault(key, []).append((x, mean, cell.bounds(metric) or (mean, mean)))
     drawn = [point for points in lines.values() for point in points]
     xs, ys = [x for x, _, _ in drawn], [y for _, y, _ in drawn]
     both_log = not percent and min(*xs, *ys) > 0 and max(ys) / min(ys) > _WIDE
     log = not both_log and min(xs) > 0 and (study.x == "flops" or max(xs) / min(xs) > _WIDE)
     least = min(ys) if both_log else -math.inf  # an interval that goes below has no place on a logarithmic axis
     scaled = {
-        key: sorted(
-            {(math.log10(x) if log else x, y, max(y - (half or 0.0), least), y + (half or 0.0)) for x, y, half in p}
-        )
-        for key, p in lines.items()
+        key: sorted({(math.log10(x) if log else x, y, max(low, least), high) for x, y, (low, high) in points})
+        for key, points in lines.items()
     }
     series = list(dict.fromkeys(name for name, _ in scaled))
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(series)}
