@@ -48,7 +48,7 @@ class PredictionResults(SummaryRepr):
     """The results of all requested images, in their order."""
 
     images: tuple[ImagePrediction | UnreadableImage, ...]
-    precision: Precision = "float32"  # that was requested; an exported file has its own
+    precision: Precision = "float32"  # of the computation; an exported file has its own
 
     def summary(self) -> dict[str, str]:
         first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}

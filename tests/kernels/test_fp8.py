@@ -22,6 +22,7 @@ import vitral
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
+from vitral.evaluation.recheck import in_bfloat16
 from vitral.events import Note
 from vitral.kernels import attention, dispatch, fp8, fused_ops, gelu, quantize
 from vitral.kernels.fused_ops import NonAffineNorm
@@ -378,6 +379,19 @@ def test_a_model_in_fp8_matches_plain_pytorch(freeze, gelu, pool, kernels_on_any
     # One number that is rounded to its other neighbor changes all tokens after the next block, hence their mean.
     assert (found - expected).norm() < (CLOSE if pool == "token" else max(CLOSE, 5e-3)) * expected.norm()
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.2  # it is FP8
+
+
+def test_a_model_in_fp8_still_has_its_logits_in_half_precision(kernels_on_any_device, monkeypatch):
+    model, images = small_vit(), make_images()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    with torch.no_grad(), torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
+        before = model(images)
+        assert enable_fp8(model, freeze=True) == ""
+        rounded, exact, again = model(images), in_bfloat16(model, model)(images), model(images)
+    assert torch.equal(exact, before)
+    assert torch.equal(again, rounded)
+    assert not torch.equal(rounded, exact)
 
 
 @pytest.mark.parametrize("pool", ["token", "mean"])

@@ -124,7 +124,6 @@ def evaluate(
     models = open_ensemble(source, ensemble, **loading, on_event=on_event)
     card = models.members[0].card
     scored, is_new, notes, held_out = eval_images([member.source for member in models.members], data, split)
-    notes = (*notes, *models.notes())
     objectnet = data_name(data).partition(":")[0] == "objectnet"
     if objectnet and not preprocess:
         members = (replace(one, card=_objectnet_card(one.card, on_event)) for one in models.members)
@@ -134,6 +133,8 @@ def evaluate(
         table = Path(classes) if classes else None
         mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
     with displayed(on_event) as handler:
+        models = models.rechecking(scored, preprocess=preprocess, batch=batch, on_event=handler)
+        notes = (*notes, *models.notes())
 
         def compute(images: Split) -> Predictions:
             return models.predict(images, preprocess=preprocess, batch=batch, on_event=handler)

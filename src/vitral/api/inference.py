@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import numpy as np
+from torch import Tensor
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.checkpoints.card import Card, Preprocess
@@ -22,6 +23,7 @@ from vitral.evaluation.predict import (
     VIEWS,
     Precision,
     Predictions,
+    Preprocessing,
     TestTimeAugmentation,
     ViewPreprocess,
     averaging,
@@ -29,7 +31,8 @@ from vitral.evaluation.predict import (
     predict_split,
     view_pipeline,
 )
-from vitral.events import EventHandler, Note
+from vitral.evaluation.recheck import SAMPLE, Recheck, both, in_bfloat16, sample_of
+from vitral.events import EventHandler, Note, ignore_events
 from vitral.export.exported import PixelLogits, is_exported, open_exported
 from vitral.kernels.packed import pack, pack_int8
 from vitral.models.build import Model, resolve_device, use_fp8
@@ -49,6 +52,7 @@ class Member:
     card: Card
     device: str
     order: np.ndarray  # (classes,) int64: its outputs in the order of the first model
+    recheck: Recheck | None = None  # of a model in FP8
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ class Ensemble:
         return 1.0 if self.averages else self.card.temperature
 
     def notes(self) -> tuple[str, ...]:
-        """The precision if it is not float32, and what is averaged, in a sentence each."""
+        """The precision if it is not float32, its effect if known, and what is averaged, in a sentence each."""
         precision = (f"Computed in {self.precision}.",) if self.precision != "float32" else ()
+        precision += tuple(str(member.recheck) for member in self.members if member.recheck)
         if not self.averages:
             return precision
         models = [f"{len(self.members)} models"] if len(self.members) > 1 else []
@@ -94,39 +99,86 @@ class Ensemble:
         """
         results = []
         for number, member in enumerate(self.members, 1):
-            text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
+            preprocessing, function = self._function(member, preprocess, on_event)
+            if member.recheck is not None and isinstance(member.model, ViT):
+                function = member.recheck.apply(function, in_bfloat16(member.model, function))
             count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
-            preprocessing = resolve_preprocessing(member.card, text, on_event)
-            if isinstance(member.model, PixelLogits):
-                check_normalization(preprocessing, member.card)
-            results.append(self._predict(member, split, preprocessing, batch, f"{task}{count}", on_event))
+            options = {"batch": batch, "task": f"{task}{count}", "on_event": on_event}
+            indices, logits, valid = self._run(member, split, preprocessing, function, **options)
+            results.append(Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid))
         return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
 
-    def _predict(
-        self, member: Member, split: Split, preprocessing: Preprocess, batch: int, task: str, on_event: EventHandler
+    def rechecking(self, split: Split, *, preprocess: str = "", batch: int, on_event: EventHandler) -> Ensemble:
+        """The same models, of which those in FP8 will compute some of these images again, in bfloat16.
+
+        For each image to have one class, FP8 is checked on a sample; fewer images are all computed in bfloat16.
+        """
+        if self.precision != "fp8":
+            return self
+        if len(split) <= SAMPLE:
+            on_event(Note(f"computed in bfloat16: FP8 is checked on a sample of the images, of more than {SAMPLE}"))
+            for member in self.members:
+                if isinstance(member.model, ViT):
+                    member.model.fp8 = False
+            return replace(self, precision="bfloat16")
+        sample = split.select(sample_of(len(split)))
+        return replace(
+            self,
+            members=tuple(self._rechecking(member, sample, preprocess, batch, on_event) for member in self.members),
+        )
+
+    def _rechecking(self, member: Member, sample: Split, preprocess: str, batch: int, on_event: EventHandler) -> Member:
+        model, classes = member.model, member.card.architecture.classes
+        if not (isinstance(model, ViT) and model.fp8) or member.card.multilabel or classes < 2:
+            return member
+        preprocessing, rough = self._function(member, preprocess, ignore_events)
+        compute = both(rough, in_bfloat16(model, rough))
+        options = {"batch": batch, "task": "comparing FP8 with bfloat16", "on_event": on_event}
+        _, logits, valid = self._run(member, sample, preprocessing, compute, **options)
+        if not valid.any():
+            return member
+        return replace(member, recheck=Recheck.of(logits[valid, :classes], logits[valid, classes:]))
+
+    def _function(
+        self, member: Member, preprocess: str, on_event: EventHandler
+    ) -> tuple[Preprocessing, Callable[[Tensor], Tensor]]:
+        """What a model's images go through, and the function that gives their logits; divided by its temperature if
+        they are averaged."""
+        text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
+        preprocessing = resolve_preprocessing(member.card, text, on_event)
+        if isinstance(member.model, PixelLogits):
+            check_normalization(preprocessing, member.card)
+        model, temperature = member.model, member.card.temperature if self.averages else 1.0
+        if self.tta is not None:
+            pipeline = view_pipeline(preprocessing.pipeline, self.tta)
+            views = ViewPreprocess(pipeline, preprocessing.mean, preprocessing.std)
+            return views, averaging(model, self.tta, temperature=temperature, sigmoid=member.card.multilabel)
+        return preprocessing, model if temperature == 1.0 else lambda images: model(images).float() / temperature
+
+    def _run(
+        self,
+        member: Member,
+        split: Split,
+        preprocessing: Preprocessing,
+        function: Callable[[Tensor], Tensor],
+        *,
+        batch: int,
+        task: str,
+        on_event: EventHandler,
     ) -> Predictions:
-        """The logits of one model; divided by its temperature if they are averaged."""
-        temperature = member.card.temperature if self.averages else 1.0
-        options = {
-            "batch": batch,
-            "device": member.device,
-            "precision": self.precision,
-            "normalized": not isinstance(member.model, PixelLogits),
-            "workers": reading_workers(member.device),
-            "task": task,
-            "on_event": on_event,
-        }
-        if self.tta is None:
-            indices, logits, valid = predict_split(member.model, split, preprocessing, **options)
-            logits = logits if temperature == 1.0 else logits / np.float32(temperature)
-        else:
-            views = ViewPreprocess(
-                view_pipeline(preprocessing.pipeline, self.tta), preprocessing.mean, preprocessing.std
-            )
-            sigmoid = member.card.multilabel
-            function = averaging(member.model, self.tta, temperature=temperature, sigmoid=sigmoid)
-            indices, logits, valid = predict_split(member.model, split, views, function=function, **options)
-        return Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid)
+        return predict_split(
+            member.model,
+            split,
+            preprocessing,
+            function=function,
+            batch=batch,
+            device=member.device,
+            precision=self.precision,
+            normalized=not isinstance(member.model, PixelLogits),
+            workers=reading_workers(member.device),
+            task=task,
+            on_event=on_event,
+        )
 
 
 def open_ensemble(

@@ -42,7 +42,7 @@ from vitral.evaluation.predict import (
     TestTimeAugmentation,
     embed_split,
 )
-from vitral.events import EventHandler
+from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
 from vitral.serving import (
@@ -115,6 +115,9 @@ def predict(
     loading = {"classes": classes, "tta": tta, "precision": precision, "device": device, "packed": True}
     models = open_ensemble(source, ensemble, **loading, on_event=on_event)
     with displayed(on_event) as handler:
+        models = models.rechecking(split, preprocess=preprocess, batch=batch, on_event=handler)
+        for note in filter(None, (member.recheck for member in models.members)):
+            handler(Note(str(note)))
 
         def compute(images: Split) -> Predictions:
             return models.predict(images, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)
@@ -130,7 +133,7 @@ def predict(
         temperature=models.temperature,
         channels=card.architecture.channels,
     )
-    named = replace(named, precision=precision)
+    named = replace(named, precision=models.precision)
     if target is not None:
         if not named.rows:
             raise UserError(f"{none_readable_message(named.unreadable[0])}: nothing was written.")

@@ -1,0 +1,97 @@
+"""Predictions in FP8 with the classes of bfloat16: images whose two likeliest classes are close are computed again.
+
+Rounding to FP8 changes the difference of two logits by an error whose spread is measured on a sample of the images.
+Where the difference is larger by some factor, the likeliest class is most probably right, which is so for most images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitral.models.vit import ViT
+
+SAMPLE = 256  # images that the error is measured on
+CHANGED = 1 / 400  # expected share of images whose class is not that in bfloat16
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Which images are computed again, and what that does to the sample."""
+
+    margin: float  # an image is, if its two largest logits differ by less
+    images: int  # of the sample
+    again: float  # share of them that is computed again
+    same_before: float  # share of them with the same likeliest class as in bfloat16
+    same_after: float  # the same, once those are computed again
+
+    @classmethod
+    def of(cls, rough: np.ndarray, exact: np.ndarray) -> Recheck:
+        """Choose the margin by the logits of a sample in FP8 and in bfloat16, both (images, two or more classes).
+
+        With a normal error, and a density of differences that is flat within it, another class is likelier than that of
+        an image with the probability `other`.
+        """
+        rows, likeliest = np.arange(len(rough)), np.argsort(rough, axis=1)[:, :-3:-1]
+        first, second = likeliest[:, 0], likeliest[:, 1]
+        gaps = (rough[rows, first] - rough[rows, second]).astype(np.float64)
+        error = np.sqrt(np.mean((gaps - (exact[rows, first] - exact[rows, second])) ** 2))
+        ordered = np.sort(gaps)
+        other = torch.special.ndtr(torch.from_numpy(-ordered / max(error, 1e-12))).numpy()
+        remaining = other[::-1].cumsum()[::-1] / len(gaps)  # of all images, if those before are computed again
+        enough = int((remaining > CHANGED).sum())
+        margin = float(ordered[enough]) if enough < len(ordered) else np.inf
+        close, same = gaps < margin, first == exact.argmax(1)
+        return cls(margin, len(rough), *(float(share.mean()) for share in (close, same, same | close)))
+
+    def __str__(self) -> str:
+        return (
+            f"Of {self.images:,} sampled images, the likeliest class in FP8 is that in bfloat16 for "
+            f"{self.same_before:.1%}; where two classes are close ({self.again:.1%}), images are computed again in "
+            f"bfloat16, which makes it {self.same_after:.1%}."
+        )
+
+    def apply(self, rough: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """A function (batch, ...) -> (batch, classes) that computes images by `rough`, and again by `exact`."""
+
+        def compute(images: Tensor) -> Tensor:
+            logits = rough(images).float()
+            two = logits.topk(2, dim=1).values
+            gaps, order = (two[:, 0] - two[:, 1]).sort()
+            count = int((gaps < self.margin).sum())
+            # Always as many images at once, the next closest if need be: kernels are chosen once for a shape.
+            size = max(len(images) // 8, 1)
+            for start in range(0, count, size):
+                chosen = order[start : start + size]
+                again = exact(images[chosen]).float()
+                logits[chosen[: count - start]] = again[: count - start]
+            return logits
+
+        return compute
+
+
+def sample_of(images: int) -> np.ndarray:
+    """Evenly spaced indices of the images to measure the error on, (SAMPLE,) int64."""
+    return np.arange(SAMPLE) * images // SAMPLE
+
+
+def in_bfloat16(model: ViT, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that calls a model in FP8, with FP8 switched off."""
+
+    def compute(images: Tensor) -> Tensor:
+        fp8, model.fp8 = model.fp8, False
+        try:
+            return function(images)
+        finally:
+            model.fp8 = fp8
+
+    return compute
+
+
+def both(rough: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function (batch, ...) -> (batch, 2 * classes): logits of the one, then of the other."""
+    return lambda images: torch.cat([rough(images).float(), exact(images).float()], dim=1)

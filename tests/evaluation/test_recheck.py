@@ -1,0 +1,223 @@
+"""Predictions in FP8 whose close calls are computed again: which ones, what they become, and as users run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitral
+from vitral.api.inference import open_ensemble
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.data.sources import open_images
+from vitral.evaluation.recheck import CHANGED, SAMPLE, Recheck, in_bfloat16, sample_of
+from vitral.events import Event, Note, ignore_events
+from vitral.models.build import build
+from vitral.models.model import VisionModel
+from vitral.models.vit import ViT
+
+NOISE = 0.3  # standard deviation of what `rough` adds to a logit
+
+
+def exact(images: torch.Tensor) -> torch.Tensor:
+    """Logits are the images."""
+    return images
+
+
+def rough(images: torch.Tensor) -> torch.Tensor:
+    """Logits with an error that depends on the image alone, as rounding does, and is about normal."""
+    waves = torch.stack([(images * frequency).sin() for frequency in (31.4, 47.1, 80.7, 121.3)])
+    return images + waves.sum(0) * (NOISE / 2**0.5)
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(5000, 10, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def measured(images: torch.Tensor) -> Recheck:
+    return Recheck.of(rough(images).numpy(), exact(images).numpy())
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0, 6.0])
+def test_as_few_images_are_computed_again_as_leave_one_in_400_with_another_class(images, spread):
+    """Brute force over all margins, which is not told how the error is distributed."""
+    logits = images * spread
+    found, true = rough(logits), logits.argmax(1)
+    two = found.topk(2).values
+    gaps, order = (two[:, 0] - two[:, 1]).sort()
+    wrong = (found.argmax(1) != true)[order]
+    remaining = wrong.flip(0).cumsum(0).flip(0) / len(wrong)
+    least = float((remaining > CHANGED).double().mean())
+    shares = []
+    for start in range(0, len(logits) - SAMPLE, SAMPLE):
+        recheck = measured(logits[start : start + SAMPLE])
+        shares.append(float((gaps < recheck.margin).double().mean()))
+        assert float((wrong & (gaps >= recheck.margin)).double().mean()) < 2.5 * CHANGED
+    assert np.mean(shares) == pytest.approx(least, rel=0.25)
+
+
+def test_exact_logits_are_not_computed_again(images):
+    recheck = Recheck.of(images.numpy(), images.numpy())
+    assert (recheck.again, recheck.same_before, recheck.same_after) == (0, 1, 1)
+    opposite = Recheck.of(images[:9].numpy(), -images[:9].numpy())
+    assert opposite.same_after > 0.99  # mostly or all computed again
+
+
+def test_the_shares_of_the_sample_are_those_of_all_images(images):
+    recheck = measured(images[:SAMPLE])
+    again = recheck.apply(rough, exact)(images)
+    agree, before = [(logits.argmax(1) == images.argmax(1)).double().mean() for logits in (again, rough(images))]
+    assert before < 0.95
+    assert agree > 0.99
+    assert recheck.same_before == pytest.approx(float(before), abs=0.04)
+    assert recheck.same_after == pytest.approx(float(agree), abs=0.01)
+    assert recheck.again == pytest.approx(float((again == images).all(1).double().mean()), abs=0.06)
+
+
+def test_an_image_is_computed_again_by_its_margin_alone(images):
+    """Brute force, in batches of every kind of length."""
+    recheck = measured(images)
+    for start, stop in ((0, 1), (1, 3), (3, 10), (10, 26), (26, 64), (64, 320)):
+        batch = images[start:stop]
+        found = recheck.apply(rough, exact)(batch)
+        for image, row in zip(batch, found, strict=True):
+            first = rough(image[None])[0]
+            two = sorted(first.tolist())[-2:]
+            expected = image if two[1] - two[0] < recheck.margin else first
+            assert torch.equal(row, expected)
+
+
+def test_images_are_computed_again_in_shapes_that_depend_on_the_batch_alone(images):
+    shapes: list[tuple[int, ...]] = []
+
+    def recorded(some: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(some.shape))
+        return some
+
+    far = torch.eye(10).repeat(7, 1)[:64] * 9
+    compute = Recheck(1.0, 0, 0.0, 0.0, 0.0).apply(exact, recorded)
+    compute(far)
+    assert shapes == []
+    for close in (1, 8, 9, 64):
+        batch = far.clone()
+        batch[:close] /= 10
+        assert torch.equal(compute(batch), batch)
+        assert shapes == [(8, 10)] * -(-close // 8)
+        shapes.clear()
+
+
+@pytest.mark.parametrize("count", [SAMPLE, SAMPLE + 1, 1000, 1_281_167])
+def test_samples_are_spread_over_all_images(count):
+    sample = sample_of(count)
+    assert len(set(sample.tolist())) == SAMPLE
+    assert sample[0] == 0
+    assert sample[-1] >= count - count / SAMPLE - 1
+    assert set(np.diff(sample)) <= {count // SAMPLE, count // SAMPLE + 1}
+
+
+def test_fp8_is_switched_off_for_as_long_as_a_function_runs():
+    model = build(SMALL)
+    assert isinstance(model, ViT)
+    model.fp8 = weights = ["block 0"]
+    assert in_bfloat16(model, lambda images: images + bool(model.fp8))(torch.zeros(1)).item() == 0
+    assert model.fp8 is weights
+
+    def fail(images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        in_bfloat16(model, fail)(torch.zeros(1))
+    assert model.fp8 is weights
+
+
+SMALL = ViTConfig(depth=1, width=32, mlp=64, heads=2, patch=8, image=(16, 16), classes=5)
+CARD = Card(SMALL, class_names=tuple("abcde"), preprocess=Preprocess("decode|resize(16)", (0.5,) * 3, (0.5,) * 3))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> ViT:
+    """A model that `use_fp8` makes as inexact as FP8 on any device; logits are computed in float32 otherwise."""
+
+    class Noisy(ViT):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                logits = super().forward(images) * 30
+                return rough(logits) if self.fp8 else logits
+
+    def use_fp8(model: VisionModel, on_event: object, *, freeze: bool) -> None:
+        assert freeze
+        model.fp8 = True  # type: ignore[bad-assignment]
+
+    monkeypatch.setattr("vitral.api.inference.use_fp8", use_fp8)
+    torch.manual_seed(0)
+    model = Noisy(SMALL)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 images in five classes; one of them, in the sample, is none."""
+    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for number in range(400):
+        path = folder / "abcde"[number % 5] / f"{number:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((16, 16)).save(path)
+    (folder / "a" / "000.png").write_bytes(b"no image")
+    return folder
+
+
+def classes_of(model: ViT, folder: Path, events: list[Event], **options: object) -> list[str]:
+    results = vitral.predict((model, CARD), folder, device="cpu", on_event=events.append, **options)  # type: ignore
+    assert len(results.unreadable) == 1
+    return [row.names[0] for row in results.rows]
+
+
+@pytest.mark.parametrize("tta", [None, "flip"])
+def test_predictions_in_fp8_have_the_classes_of_bfloat16(model, folder, tta):
+    events: list[Event] = []
+    expected = np.array(classes_of(model, folder, events, precision="bfloat16", tta=tta))
+    found = np.array(classes_of(model, folder, events, precision="fp8", tta=tta))
+    assert not model.fp8  # the user's own model is not changed
+    model.fp8 = True
+    raw = np.array(classes_of(model, folder, events, precision="bfloat16", tta=tta))
+    assert np.mean(raw == expected) < 0.97
+    assert np.mean(found == expected) > 0.99
+    (note,) = [event.text for event in events if isinstance(event, Note)]
+    assert note.startswith("Of 255 sampled images, the likeliest class in FP8 is that in bfloat16 for 9")
+
+
+def test_parts_in_fp8_give_what_one_part_gives(model, folder):
+    split = open_images([folder])
+    options = {"batch": 32, "on_event": ignore_events}
+    ensemble = open_ensemble((model, CARD), precision="fp8", device="cpu").rechecking(split, **options)
+    whole = ensemble.predict(split, **options).logits
+    parts = [ensemble.predict(split.select(part), **options).logits for part in np.split(np.arange(400), [96, 352])]
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-3)
+
+
+def test_evaluations_in_fp8_say_how_well_it_agrees(model, folder):
+    results = [vitral.evaluate((model, CARD), folder, precision=name, device="cpu") for name in ("bfloat16", "fp8")]
+    assert abs(results[0].metrics["top1"] - results[1].metrics["top1"]) < 0.01
+    assert any("sampled images" in note and "computed again in bfloat16" in note for note in results[1].notes)
+    assert "Computed in fp8." in results[1].notes
+
+
+def test_few_images_are_computed_in_bfloat16(model, folder):
+    events: list[Event] = []
+    images = sorted((folder / "b").iterdir())
+    rows = [
+        vitral.predict((model, CARD), images, precision=name, device="cpu", on_event=events.append)
+        for name in ("bfloat16", "fp8")
+    ]
+    assert rows[0].rows == rows[1].rows
+    assert [result.precision for result in rows] == ["bfloat16", "bfloat16"]
+    assert [event.text for event in events if isinstance(event, Note)] == [
+        "computed in bfloat16: FP8 is checked on a sample of the images, of more than 256"
+    ]
