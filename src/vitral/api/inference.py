@@ -100,11 +100,16 @@ class Ensemble:
         results = []
         for number, member in enumerate(self.members, 1):
             preprocessing, function = self._function(member, preprocess, on_event)
-            if member.recheck is not None and isinstance(member.model, ViT):
-                function = member.recheck.apply(function, in_bfloat16(member.model, function))
             count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
             options = {"batch": batch, "task": f"{task}{count}", "on_event": on_event}
             indices, logits, valid = self._run(member, split, preprocessing, function, **options)
+            if member.recheck is not None and isinstance(member.model, ViT):
+                rows = np.flatnonzero(valid & member.recheck.doubtful(logits))
+                function = in_bfloat16(member.model, function)
+                options["task"] = f"computing doubtful images again{count}"
+                if len(rows):
+                    again = self._run(member, split.select(indices[rows]), preprocessing, function, **options)
+                    logits[rows[again.indices[again.valid]]] = again.logits[again.valid]
             results.append(Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid))
         return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
 
