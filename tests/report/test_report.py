@@ -605,3 +605,33 @@ def test_real_weights_make_a_page_in_time(assets, tmp_path):
     assert done.bytes < 5e6
     names = [image["answers"][0][0] for image in embedded(done.page)["images"]]
     assert sum("cat" in name or name in ("tabby", "cougar", "lynx", "leopard") for name in names) >= 5
+
+
+def test_python_writes_the_page_of_data_in_memory(pictures, tmp_path):
+    rows = [(path, path.parent.name) for path in sorted(pictures.rglob("*.png"))]
+    done = vitral.train(rows, model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=4"], device="cpu")
+    path = done.write_page(rows, device="cpu")
+    assert path == tmp_path / "run" / "page.html"
+    shown = embedded(path)["images"]
+    assert len(shown) == done.results[0].metrics["n"]
+    assert {image["truth"][0] for image in shown} <= {name for _, name in rows}
+    with pytest.raises(vitral.UserError, match=r"was scored on other images than those of .*: pass its own data"):
+        done.write_page(rows[::2])
+
+
+def test_a_module_of_ones_own_and_folds_have_no_page(pictures, tmp_path):
+    class Mean(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(3, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.out(images.mean((2, 3)))
+
+    words = [word for word in QUICK if not word.startswith("shape.")]
+    own = vitral.train(pictures, model=Mean(), out=tmp_path / "own", set=[*words, "image=8", "steps=1"], device="cpu")
+    with pytest.raises(vitral.UserError, match=r"plot your module's metrics\.jsonl"):
+        own.write_page(pictures)
+    folds = vitral.train(pictures, model=MODEL, out=tmp_path / "folds", folds=2, set=[*QUICK, "steps=1"], device="cpu")
+    with pytest.raises(vitral.UserError, match=r"their scores are in .*folds\.json\.$"):
+        folds.write_page(pictures)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
-from vitral.api.data import Images, open_any_images, open_restricted
+from vitral.api.data import Data, Images, open_any_images, open_restricted
 from vitral.api.inference import compute_device, resolve_preprocessing
 from vitral.api.prediction import none_readable_message
 from vitral.architecture import ViTConfig
@@ -129,7 +129,7 @@ def inspect(
     return InspectResult(path, path.stat().st_size, len(shown), tuple(image.path for image in left_out), written)
 
 
-def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: str = "") -> Path:
+def write_run_page(folder: str | Path, data: Data | DataSet, *, device: str = "") -> Path:
     """Write page.html into a run folder: its curves, mistakes, calibration, and what the model has learned.
 
     The tables are those of result.json. Mistakes and calibration are recomputed, on at most 2,000 held-out images.
@@ -142,6 +142,9 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     settings = from_toml(recipe)
     opened = data if isinstance(data, DataSet) else open_restricted(data, settings)
     reported = opened.reported_split(settings.patience > 0)
+    scored = json.loads(run.read_text("data.json") or "{}").get("evaluated")
+    if reported is not None and scored not in (None, reported.fingerprint()):
+        raise UserError(f"{run.path} was scored on other images than those of {opened.source}: pass its own data.")
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
     if reported is not None and card.preprocess is not None:

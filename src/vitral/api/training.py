@@ -100,6 +100,17 @@ class TrainResult(SummaryRepr):
             raise UserError(f"there is one model per fold: average them with predict({str(self.folder)!r}, ...).")
         return load(self.folder)
 
+    def write_page(self, data: Data, *, device: str = "") -> Path:
+        """Write page.html, which `vitral train` writes by itself, into the run folder: curves, the most confident
+        mistakes, calibration, and what the model learned. `data` is what it was trained on."""
+        if self.module is not None:
+            raise UserError("pages show vitral's own models: plot your module's metrics.jsonl instead.")
+        if self.folds is not None:
+            raise UserError(
+                f"a page shows one model, not one per fold: their scores are in {self.folder / 'folds.json'}."
+            )
+        return write_run_page(self.folder, data, device=device)
+
 
 def train(
     data: Data,
