@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -273,3 +274,16 @@ def test_unknown_fields_name_the_one_that_is_meant(field: str, says: str) -> Non
     with pytest.raises(UserError) as caught:
         parse("ViT-B/16", **{field: 3})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ViTConfig)])
+def test_a_value_of_another_type_names_what_is_expected(field: str) -> None:
+    changes: dict[str, Any] = {field: object()}
+    with pytest.raises(UserError, match=rf"^{field}(=| must be )") as caught:
+        replace(parse("ViT-B/16"), **changes)
+    assert "object" in str(caught.value)
+
+
+def test_rotary_positions_are_described_by_their_class() -> None:
+    with pytest.raises(UserError, match=r"^rope must be a vitral\.architecture\.RopeConfig, not True\.$"):
+        parse("ViT-B/16", rope=True)

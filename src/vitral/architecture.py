@@ -335,7 +335,7 @@ def _check_fields(config: Any) -> None:
         if get_origin(hint) is Literal and not (isinstance(value, str) and value in get_args(hint)):
             raise UserError(f'{name}="{shorten(value)}" is not one of {", ".join(get_args(hint))}.')
         if not is_a(value, hint):
-            raise UserError(f"{name} must be {_KINDS.get(hint, 'of another kind')}, not {shorten(repr(value))}.")
+            raise UserError(f"{name} must be {_KINDS[hint]}, not {shorten(repr(value))}.")
 
 
 def is_a(value: Any, hint: Any) -> bool:
@@ -363,6 +363,9 @@ _KINDS = {
     Size | None: "a height and a width",
     tuple[int, ...]: "a list of whole numbers",
     tuple[int, int, int, int]: "four whole numbers",
+    str: "a text",
+    RopeConfig | None: "a vitral.architecture.RopeConfig",
+    StemConfig | None: "a vitral.architecture.StemConfig",
 }
 
 
