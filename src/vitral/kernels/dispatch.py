@@ -106,24 +106,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+def attention(qkv: Tensor, bias: Tensor | None, dropout: float, queries: int | None = None) -> Tensor:
     """Scaled dot-product attention.
 
     Args:
         qkv: queries, keys and values, (batch, tokens, 3, heads, dim).
         bias: added to the logits, (batch, heads, tokens, tokens).
         dropout: rate for the attention weights.
+        queries: number of tokens, from the first on, that attend to all; None for all of them.
 
     Returns:
-        (batch, heads, tokens, dim)
+        (batch, heads, tokens or `queries`, dim)
     """
     dim = qkv.shape[4]
     bias_fits = bias is None or dim < _HEAD_DIMS[-1]  # a bias with the widest heads is too large for some GPUs
-    if dropout == 0.0 and bias_fits and fits_short_attention(qkv, dim):
+    if queries is None and dropout == 0.0 and bias_fits and fits_short_attention(qkv, dim):
         from vitral.kernels.attention import short_attention
 
         return short_attention(qkv, None if bias is None else bias.to(qkv.dtype))[0].transpose(1, 2)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    q = q if queries is None else q[:, :, :queries]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
 
 

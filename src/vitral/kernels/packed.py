@@ -122,7 +122,7 @@ def _replace_linears(
         for name, child in list(module.named_children()):
             plain = isinstance(child, nn.Linear) and is_plain(child, nn.Linear)
             if plain and _is_packable(child.weight) and suits(child.weight):
-                setattr(module, name, packed(child))
+                setattr(module, name, packed(child).train(child.training))
                 count += 1
     return count
 

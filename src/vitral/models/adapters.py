@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.errors import UserError
+from vitral.models.layers import TOKEN_WISE
 from vitral.models.vit import ViT
 
 
@@ -39,6 +40,9 @@ class LoraLinear(nn.Linear):
         if self.bias is not None:
             plain.bias = nn.Parameter(self.bias.detach())
         return plain
+
+
+TOKEN_WISE.add(LoraLinear)
 
 
 def add_lora(model: nn.Module, rank: int) -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import AXIAL_HEADS, Size, ViTConfig
-from vitral.kernels.dispatch import apply_linear, attention
-from vitral.kernels.packed import linear_gelu
+from vitral.kernels.dispatch import apply_linear, attention, is_plain, is_plain_tensor
+from vitral.kernels.packed import Int8Linear, PackedLinear, linear_gelu
 from vitral.models.model import lecun_normal, normal, xavier_uniform
 from vitral.models.position import RelativeBias, RelativePosition, Rotation, resize_offsets
 
@@ -26,9 +26,15 @@ class AttentionObserver(Protocol):
         """q, k, v, output (batch, heads, tokens, dim), bias (batch, heads, tokens, tokens)"""
 
 
-def attend(qkv: Tensor, observers: Sequence[AttentionObserver], bias: Tensor | None, dropout: float) -> Tensor:
-    """Equations 6 and 7, fused: (batch, tokens, 3, heads, dim) -> (batch, heads, tokens, dim)"""
-    output = attention(qkv, bias, dropout)
+def attend(
+    qkv: Tensor,
+    observers: Sequence[AttentionObserver],
+    bias: Tensor | None,
+    dropout: float,
+    queries: int | None = None,
+) -> Tensor:
+    """Equations 6 and 7, fused: (batch, tokens, 3, heads, dim) -> (batch, heads, tokens or `queries`, dim)"""
+    output = attention(qkv, bias, dropout, queries)
     for observer in observers:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         observer.observe(q, k, v, bias, output)
@@ -60,13 +66,15 @@ class Attention(nn.Module):
             nn.init.zeros_(self.qkv.bias)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None) -> Tensor:
-        """Tokens attend to each other along the last axis but one: (..., tokens, dim) -> (..., tokens, dim)"""
+    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None, queries: int | None = None) -> Tensor:
+        """Tokens attend to each other along the last axis but one: (..., tokens, dim) -> (..., tokens, dim); with
+        `queries`, only the first tokens attend to all: (..., queries, dim). Then there must be no observers."""
         shape = x.shape
         qkv = self._project(x.reshape(-1, *shape[-2:]), rotation)
         bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(qkv, self.observers, bias, dropout).transpose(1, 2).reshape(shape)
+        x = attend(qkv, self.observers, bias, dropout, queries).transpose(1, 2)
+        x = x.reshape(*shape[:-2], x.shape[1], shape[-1])
         return self.dropout(apply_linear(self.out, self.norm(x)))
 
     def full_bias(self) -> Tensor:
@@ -178,13 +186,32 @@ class Block(nn.Module):
         self.drop = StochasticDepth(drop_rate)
         self.post_norm = config.post_norm
 
-    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None) -> Tensor:
-        """(batch, ..., tokens, dim) -> (batch, ..., tokens, dim)"""
+    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None, queries: int | None = None) -> Tensor:
+        """(batch, ..., tokens, dim) -> (batch, ..., tokens, dim); of the first `queries` tokens if it is given"""
+        kept, only = (x, {}) if queries is None else (x[..., :queries, :], {"queries": queries})
         if self.post_norm:
-            x = x + self.drop(self.norm1(self.attention(x, grid=grid, rotation=rotation)))
+            x = kept + self.drop(self.norm1(self.attention(x, grid=grid, rotation=rotation, **only)))
             return x + self.drop(self.norm2(self.mlp(x)))
-        x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid=grid, rotation=rotation)))
+        x = kept + self.drop(self.scale1(self.attention(self.norm1(x), grid=grid, rotation=rotation, **only)))
         return x + self.drop(self.scale2(self.mlp(self.norm2(x))))
+
+
+# Parts of a block that compute every token by itself, apart from the attention.
+TOKEN_WISE: set[type[nn.Module]] = {
+    *(Block, Attention, Mlp, StochasticDepth, LayerScale, PackedLinear, Int8Linear),
+    *(nn.Linear, nn.LayerNorm, nn.Identity, nn.Dropout),
+}
+
+
+def computes_tokens_alone(module: nn.Module) -> bool:
+    """Whether a block or a norm computes some tokens as it computes all: it is evaluated, nothing in it draws random
+    numbers, and no part was replaced, quantised, hooked or observed by others."""
+    for part in module.modules():
+        if part.training or type(part) not in TOKEN_WISE or not is_plain(part, type(part)):
+            return False
+        if isinstance(part, Attention) and part.observers:
+            return False
+    return all(is_plain_tensor(parameter) for parameter in module.parameters())
 
 
 class AxialBlock(nn.Module):

@@ -19,7 +19,7 @@ from vitral.kernels.dispatch import (
     linear,
     on_device_of,
 )
-from vitral.models.layers import AxialBlock, Block, MapPool
+from vitral.models.layers import AxialBlock, Block, MapPool, computes_tokens_alone
 from vitral.models.model import Head, VisionModel, check_images, layer_indices, lecun_normal, normal, zero_bias
 from vitral.models.position import RotaryPosition, Rotation, build_position, grid_of
 from vitral.models.resnet import ResNetStem
@@ -105,9 +105,17 @@ class ViT(VisionModel[ViTConfig]):
 
     def features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, dim)"""
-        if type(self) is not ViT:  # `encode` and `pool` of a subclass may be its own
-            return super().features(images)
-        return self.pool(self._encode(self.patchify(images), only_class_token=self.config.pool == "token"))
+        only_class_token = self.config.pool == "token" and self._pools_as_defined()
+        patches = self.patchify(images)
+        tokens = self._encode(patches, only_class_token=True) if only_class_token else self.encode(patches)
+        return self.pool(tokens)
+
+    def _pools_as_defined(self) -> bool:
+        """Whether `encode` and `pool` are neither a subclass's nor replaced."""
+        return not any(
+            name in self.__dict__ or getattr(type(self), name) is not defined
+            for name, defined in (("encode", _ENCODE), ("pool", _POOL))
+        )
 
     def _encode(self, patches: Tensor, visible: Tensor | None = None, *, only_class_token: bool = False) -> Tensor:
         """`encode`; if `only_class_token` is read of the result, it may have no others."""
@@ -120,9 +128,19 @@ class ViT(VisionModel[ViTConfig]):
             tokens = fused_blocks(x, self.blocks, self.norm, rotations, self.fp8, only_class_token=only_class_token)
             if tokens is not None:
                 return tokens
-        for i in range(len(self.blocks)):
-            x = self._apply_block(i, x, positions, grid, rotations[i])
+        last = len(self.blocks) - 1
+        for i in range(last + 1):
+            # Of the other tokens, the last block then computes no more than keys and values.
+            shortened = only_class_token and i == last and self._may_shorten_last_block()
+            x = self._apply_block(i, x, positions, grid, rotations[i], queries=1 if shortened else None)
         return self._final_norm(x)
+
+    def _may_shorten_last_block(self) -> bool:
+        """Whether the last block may compute the class token alone: for inference, where it need not have the same
+        bits as `encode`."""
+        if torch.is_grad_enabled() or not isinstance(self.blocks[-1], Block):
+            return False
+        return computes_tokens_alone(self.blocks[-1]) and computes_tokens_alone(self.norm)
 
     def intermediates(
         self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
@@ -184,11 +202,18 @@ class ViT(VisionModel[ViTConfig]):
         return torch.cat([prefix, gather_rows(patches, visible)], dim=1)
 
     def _apply_block(
-        self, index: int, x: Tensor, positions: list[Tensor], grid: Size, rotation: Rotation | None
+        self,
+        index: int,
+        x: Tensor,
+        positions: list[Tensor],
+        grid: Size,
+        rotation: Rotation | None,
+        queries: int | None = None,
     ) -> Tensor:
         if index > 0 and self.config.injection != "input":
             x = x + positions[index % len(positions)]
-        return self.blocks[index](x, grid=grid, rotation=rotation)  # by name, so that hooks receive tensors alone
+        only = {} if queries is None else {"queries": queries}
+        return self.blocks[index](x, grid=grid, rotation=rotation, **only)  # by name: hooks receive tensors alone
 
     def _final_norm(self, tokens: Tensor) -> Tensor:
         return self.norm(tokens) if self.config.norm_place == "tokens" else tokens
@@ -231,6 +256,9 @@ class ViT(VisionModel[ViTConfig]):
 
     def _checkpointed_layers(self) -> Iterable[nn.Module]:
         return self.blocks
+
+
+_ENCODE, _POOL = ViT.encode, ViT.pool
 
 
 def patch_pixels(images: Tensor, side: int, grid: Size) -> Tensor:

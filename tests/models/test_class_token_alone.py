@@ -1,0 +1,195 @@
+"""Inference on a CPU: the last block computes the class token alone if nothing can tell, and all tokens otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vitral
+from vitral.architecture import RopeConfig, ViTConfig
+from vitral.kernels.packed import pack, pack_int8
+from vitral.models.adapters import add_lora
+from vitral.models.build import build
+from vitral.models.layers import computes_tokens_alone
+from vitral.models.vit import ViT
+
+TINY: dict[str, Any] = {"depth": 3, "width": 32, "mlp": 64, "heads": 2, "patch": 8, "image": (24, 24), "classes": 5}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "registers": {"registers": 3},
+    "rope": {"rope": RopeConfig()},
+    "relative": {"position": "relative"},
+    "bias": {"position": "bias"},
+    "every": {"injection": "every"},
+    "post": {"post_norm": True},
+    "swiglu": {"swiglu": True},
+    "qk norm": {"qk_norm": True},
+    "scaled": {"layer_scale": True},
+    "dropout": {"dropout": 0.5, "attention_dropout": 0.5, "stochastic_depth": 0.5},
+    "one block": {"depth": 1},
+}
+
+
+def make_model(**changes: Any) -> ViT:
+    torch.manual_seed(0)
+    model = build(ViTConfig(**{**TINY, **changes}))
+    assert isinstance(model, ViT)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(1))
+
+
+def whole(model: ViT, images: torch.Tensor) -> torch.Tensor:
+    """The logits by the parts that compute all tokens."""
+    return model.head(model.pool(model.encode(model.patchify(images))))
+
+
+class Multiplications(TorchDispatchMode):
+    """How many there are in linear layers. PyTorch's FLOP counter has hooks, so that all tokens are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self.count += output.numel() * args[-2].shape[-1]
+        return output
+
+
+def saved(model: ViT, images: torch.Tensor) -> int:
+    """How many multiplications fewer than the parts that compute all tokens the model needs for the same logits."""
+    with Multiplications() as least:
+        logits = model(images)
+    with Multiplications() as most:
+        expected = whole(model, images)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    return most.count - least.count
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_class_token_alone_has_the_same_logits(kind, images):
+    model = make_model(**KINDS[kind])
+    weights = [layer.weight.numel() for layer in model.blocks[-1].modules() if isinstance(layer, nn.Linear)]
+    qkv, others = weights[0], weights[1:]
+    assert qkv == 3 * 32 * 32
+    relative = model.config.position in ("relative", "bias")  # which exist between all tokens
+    assert saved(model, images) == (0 if relative else 4 * (9 + model.config.registers) * sum(others))
+
+
+@torch.no_grad()
+def test_all_tokens_are_computed_where_something_could_tell(images):
+    def replaced(model: Any) -> None:
+        model.blocks[-1].mlp = nn.Sequential(model.blocks[-1].mlp)
+
+    def own_norm(model: Any) -> None:
+        model.norm = nn.Sequential(model.norm)
+
+    def own_encode(model: Any) -> None:
+        model.encode = partial(ViT.encode, model)
+
+    def own_pool(model: Any) -> None:
+        model.pool = lambda tokens: tokens[:, 0]
+
+    changes: dict[str, Callable[[Any], object]] = {
+        "hook": lambda model: model.blocks[-1].register_forward_hook(lambda *_: None),
+        "inner hook": lambda model: model.blocks[-1].mlp.hidden.register_forward_hook(lambda *_: None),
+        "hook of the norm": lambda model: model.norm.register_forward_hook(lambda *_: None),
+        "replaced": replaced,
+        "own norm": own_norm,
+        "own encode": own_encode,
+        "own pool": own_pool,
+        "parametrized": lambda model: spectral_norm(model.blocks[-1].mlp.output).eval(),
+    }
+    for name, change in changes.items():
+        model = make_model()
+        assert saved(model, images)
+        change(model)
+        assert saved(model, images) == 0, name
+
+
+def test_gradients_and_training_have_the_bits_of_all_tokens(images):
+    model = make_model(**KINDS["dropout"])
+    assert torch.equal(model(images), whole(model, images))
+    model.train()
+    with torch.no_grad():
+        torch.manual_seed(2)
+        logits = model(images)
+        torch.manual_seed(2)
+        assert torch.equal(logits, whole(model, images))
+
+
+@torch.no_grad()
+def test_subclasses_have_what_they_define(images):
+    class Doubled(ViT):
+        def encode(self, patches: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+            return 2 * super().encode(patches, visible)
+
+    class Pooled(ViT):
+        def pool(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens.mean(dim=1)
+
+    model = make_model()
+    for kind in (Doubled, Pooled):
+        own = deepcopy(model)
+        own.__class__ = kind
+        assert not saved(own, images)
+        assert not torch.allclose(own(images), model(images))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pool", ["mean", "map"])
+def test_models_that_pool_all_tokens_compute_them(pool, images):
+    assert not saved(make_model(pool=pool), images)
+
+
+@torch.no_grad()
+def test_observers_see_all_tokens(images):
+    model = make_model()
+    with vitral.capture(model, rows="all") as captured:
+        logits = model(images)
+    assert captured[2].shape == (4, 2, 10, 10)
+    torch.testing.assert_close(model(images), logits)
+
+
+@torch.no_grad()
+def test_lora_and_packed_layers_compute_the_class_token_alone(images):
+    model = make_model(width=256, heads=4, mlp=512)
+    for change in (lambda some: add_lora(some, 2), pack, lambda some: pack_int8(some.blocks)):
+        changed = deepcopy(model)
+        change(changed)
+        assert computes_tokens_alone(changed.blocks[-1].eval())
+        expected = whole(changed, images)
+        found = changed(images)
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@torch.no_grad()
+def test_an_empty_batch_has_no_logits(images):
+    assert make_model()(images[:0]).shape == (0, 5)
+
+
+@torch.no_grad()
+def test_compiled_and_exported_models_have_the_same_logits(images):
+    model = make_model(registers=2)
+    expected = whole(model, images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    program = torch.export.export(model, (images,))
+    for logits in (compiled(images), program.module()(images)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
