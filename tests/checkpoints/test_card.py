@@ -117,7 +117,8 @@ def test_class_names_that_are_not_utf_8_survive_a_round_trip(tmp_path, monkeypat
     data = colour_folder(tmp_path / "data", 5, {"red": LATIN, "green": "crème"})
     out = tmp_path / "run"
     vitral.train(data, model=MODEL, out=out, set=[*QUICK, "steps=2", "evaluate_every=2"])
-    found = vitral.predict(out, [paint(data / LATIN / "new.png", COLOURS["red"])])
+    new = paint(tmp_path / LATIN / "new.png", COLOURS["red"])
+    found = vitral.predict(out, [new])
     assert {*found.rows[0].names} == {LATIN, "crème", "blue"}
     result = vitral.evaluate(out, data)
     assert LATIN in {row["name"] for row in result.metrics["per_class"]}
@@ -126,7 +127,7 @@ def test_class_names_that_are_not_utf_8_survive_a_round_trip(tmp_path, monkeypat
     assert {row["path"] for row in json.loads(predicted.read_text("utf-8"))["predictions"]} >= {
         str(data / LATIN / "0.png")
     }
-    inspect(out, [data / LATIN / "new.png"], output=tmp_path / "page.html")
+    inspect(out, [new], output=tmp_path / "page.html")
     for page in (write_run_page(out, data), tmp_path / "page.html"):
         assert "caf\N{REPLACEMENT CHARACTER}" in page.read_text("utf-8")
 

@@ -116,6 +116,14 @@ def test_a_pt2_file_takes_sizes_below_and_above_the_native_one(source, program, 
             np.testing.assert_allclose(array, expected, atol=1e-6)
 
 
+def test_a_batch_may_be_empty(source, good, program):
+    for file in (good, program):
+        exported = open_exported(file)
+        found = exported.outputs(pixels_of(source)[:0], exported.names)
+        assert [array.shape[0] for array in found.values()] == [0] * len(exported.names)
+        assert found["probabilities"].shape == (0, 6)
+
+
 def test_pixels_that_the_file_cannot_take_are_refused(source, good, program):
     with pytest.raises(UserError, match=r"takes uint8 \(batch, 16, 16, 3\)"):
         open_exported(good)(pixels_of(source, (20, 16)))

@@ -207,6 +207,7 @@ def test_a_model_is_exported_in_int8(source, images, tmp_path: Path) -> None:
     pixels = RNG.integers(0, 256, (3, 16, 16, 3), np.uint8)
     alone = np.concatenate([exported(pixels[i : i + 1]) for i in range(3)])
     np.testing.assert_allclose(exported(pixels), alone, atol=1e-5)  # other images of a batch have no effect
+    assert exported(pixels[:0]).shape == (0, CONFIG.classes)
 
 
 def test_int8_needs_images(source, images, tmp_path: Path) -> None:

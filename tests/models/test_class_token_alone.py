@@ -123,6 +123,15 @@ def test_all_tokens_are_computed_where_something_could_tell(images):
         assert saved(model, images) == 0, name
 
 
+@torch.no_grad()
+def test_gradient_checkpointing_does_not_change_the_bits_of_inference(images):
+    model = make_model()
+    logits, fewer = model(images), saved(model, images)
+    model.set_grad_checkpointing()
+    assert saved(model, images) == fewer > 0
+    assert torch.equal(model(images), logits)
+
+
 def test_gradients_and_training_have_the_bits_of_all_tokens(images):
     model = make_model(**KINDS["dropout"])
     assert torch.equal(model(images), whole(model, images))

@@ -75,7 +75,11 @@ class ExportedModel:
             raise UserError(
                 f"{self.path} takes sides that are multiples of {stride}, at least {2 * stride}, not {height}x{width}."
             )
-        return dict(zip(names, self.run(np.ascontiguousarray(pixels), names), strict=True))
+        images = len(pixels)
+        if not images:  # onnxruntime's int8 operators divide by the size of the batch
+            pixels = np.zeros((1, *pixels.shape[1:]), np.uint8)
+        arrays = self.run(np.ascontiguousarray(pixels), names)
+        return {name: array[:images] for name, array in zip(names, arrays, strict=True)}
 
     def top_classes(self, pixels: np.ndarray, *, top: int) -> tuple[np.ndarray, np.ndarray]:
         """uint8 (height, width, channels) -> indices of the top classes (top,), their probabilities (top,)"""

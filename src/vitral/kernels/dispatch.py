@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
 
 from vitral.errors import UserError
 
@@ -36,14 +37,22 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
     """Whether calling `module` does no more than the `forward` of its class, so that a fast path may replace the call.
 
     Args:
-        module: has hooks or a `forward` of its own (as gradient checkpointing sets it), or not.
+        module: has hooks or a `forward` of its own, or not. That of gradient checkpointing counts with gradients only.
         expected: its class, exactly: an adapter or a parametrization has another one, or a class whose `forward` was
             replaced.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooks or _has_global_hooks() or "forward" in module.__dict__:
+    if hooks or _has_global_hooks():
+        return False
+    if "forward" in module.__dict__ and not (is_checkpointed(module) and not torch.is_grad_enabled()):
         return False
     return expected is None or (type(module) is expected and _has_own_forward(expected))
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `set_grad_checkpointing` is on for a block."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is checkpoint
 
 
 def _has_global_hooks() -> bool:

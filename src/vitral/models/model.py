@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.errors import UserError
-from vitral.kernels.dispatch import fits_embedding, on_device_of
+from vitral.kernels.dispatch import fits_embedding, is_checkpointed, on_device_of
 
 # State dicts have no place for what their tensors do not show; `state_dict()._metadata` has, and torch.save keeps it.
 CONFIG = "vitral.config"
@@ -139,7 +139,7 @@ class VisionModel(nn.Module, Generic[ConfigT]):
             enable: False goes back to keeping all activations.
         """
         for layer in self._checkpointed_layers():
-            if _is_checkpointed(layer):
+            if is_checkpointed(layer):
                 del layer.forward
             if enable:
                 # The instance's forward, not a call of the layer: hooks (FSDP's among them) stay outside of it.
@@ -153,11 +153,6 @@ def _hidden_fields(config: ViTConfig | ResNetConfig) -> dict[str, Any]:
         fields["rope"] = asdict(config.rope) if config.rope else {}
         fields |= {"epsilons": config.stem.epsilons} if config.stem else {}
     return fields
-
-
-def _is_checkpointed(layer: nn.Module) -> bool:
-    forward = vars(layer).get("forward")
-    return isinstance(forward, partial) and forward.func is checkpoint
 
 
 def layer_index(layer: int, depth: int) -> int:
