@@ -98,6 +98,13 @@ def test_a_distillation_token_without_its_head_is_refused(tmp_path):
         read(tmp_path / "weights.safetensors")
 
 
+def test_a_norm_that_the_heads_do_not_read_is_refused(tmp_path):
+    arguments = {**TIMM, "fc_norm": True}
+    folder = saved(created("deit_tiny_distilled_patch16_224", **arguments), tmp_path, arguments)
+    with pytest.raises(UserError, match="two heads do not read"):
+        read(folder)
+
+
 def test_heads_of_different_shapes_are_refused(tmp_path):
     model = created("deit_tiny_distilled_patch16_224", **TIMM)
     saved(model, tmp_path, TIMM)

@@ -24,6 +24,7 @@ from oracles import (
 )
 from safetensors.torch import load_file, save_file
 from timm_cases import build, images, relative_gap, save, save_header, shrunk
+from timm_factories import captured, class_defaults
 
 import vitral
 from vitral.architecture import RopeConfig, ViTConfig
@@ -165,6 +166,61 @@ def test_an_unusual_combination_of_parts_is_read_as_a_plain_vit(tmp_path):
     pixels = pictures(2, 3, 32, 48)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT
     assert "heads" not in found.card.changes[0]  # the width of the norms shows them
+
+
+# ------------------------------------------------------------------------------------- arguments of users' own models
+
+VALUES: dict[str, list[Any]] = {
+    "global_pool": ["avg", "token", "map", "max", ""],
+    "pos_embed": ["none", ""],
+    "norm_layer": ["layernorm", "rmsnorm", "layernormfp32"],
+    "act_layer": ["relu", "silu", "quick_gelu", "gelu_tanh"],
+    "fc_norm": [True, False],
+    "init_values": [None, 0.1],
+    "in_chans": [1],
+    "reg_tokens": [2],
+    "num_reg_tokens": [2],
+    "attn_layer": ["diff"],
+    "rope_type": ["cat", "mixed"],
+    "rope_temperature": [50.0],
+    "rope_grid_offset": [0.5],
+    "rope_grid_indexing": ["xy", "ij"],
+    "ref_feat_shape": [[3, 3]],
+    "attn_pool_num_heads": [1],
+}
+NO_EFFECT = {"fix_init", "qkv_fused"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fewest"),
+    [
+        *(("vit_tiny_patch16_224", 18), ("deit_tiny_distilled_patch16_224", 14), ("vit_small_patch16_dinov3", 18)),
+        *(("eva02_tiny_patch14_224", 18), ("beit_base_patch16_224", 8)),
+    ],
+)
+def test_any_changed_argument_is_read_or_refused(name, fewest, tmp_path):
+    """Each argument that switches something, changed alone, in a folder of timm's writer: equal outputs or an error."""
+    outside("timm")
+    kind, own = captured(name)
+    stated = {**class_defaults(kind), **own}
+    switches = {key: [not value] for key, value in stated.items() if isinstance(value, bool) and key not in NO_EFFECT}
+    changes = [(key, value) for key in stated for value in {**switches, **VALUES}.get(key, [])]
+    equal = 0
+    for number, (key, value) in enumerate(changes):
+        arguments = {**shrunk(name), key: value}
+        try:
+            model = build(name, arguments)
+            pixels = images(arguments)[:, : arguments.get("in_chans", 3)]
+            expected = outcome(model, pixels)
+        except Exception:  # combinations that timm does not have, either
+            continue
+        try:
+            found = read(save(model, tmp_path / str(number), arguments)).weights
+        except UserError:
+            continue
+        assert relative_gap(run(found, pixels), expected) <= LIMIT, (key, value)
+        equal += 1
+    assert equal >= fewest
 
 
 # -------------------------------------------------------------------------------------------- details of folders

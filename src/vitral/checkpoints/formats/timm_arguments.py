@@ -166,8 +166,9 @@ def _missing_in_eva(arguments: Arguments) -> list[str]:
     kind, half = arguments["rope_type"], arguments["rope_rotate_half"]
     if arguments["use_rot_pos_emb"] and (kind, bool(half)) not in _ROPES:
         missing.append(f'the RoPE "{kind}"' + (" with rotated halves" if half else ""))
-    elif arguments["use_rot_pos_emb"] and kind == "dinov3" and arguments["rope_grid_offset"]:
-        missing.append("an offset of DINOv3's RoPE")
+    elif arguments["use_rot_pos_emb"] and kind == "dinov3":
+        missing += ["an offset of DINOv3's RoPE"] if arguments["rope_grid_offset"] else []
+        missing += ["DINOv3's RoPE with columns first"] if arguments["rope_grid_indexing"] == "xy" else []
     return missing
 
 

@@ -76,6 +76,8 @@ def _deit_architecture(header: CheckpointHeader, names: _DeitNames) -> ViTConfig
         raise UserError(
             "the file has a distillation token together with registers or without position rows: not supported."
         )
+    if plain.norm_place == "features":
+        raise UserError("the file has a norm (fc_norm) that its two heads do not read: not supported.")
     return replace(plain, registers=1, pool="token+register" if two else plain.pool)
 
 
