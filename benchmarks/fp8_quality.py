@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import vitral
-from vitral.api.inference import open_ensemble, resolve_preprocessing
+from vitral.api.inference import resolve_preprocessing
 from vitral.data.sources import open_images
 from vitral.evaluation.predict import predict_split
 from vitral.evaluation.recheck import SAMPLE, Recheck, sample_of
-from vitral.events import ignore_events
 from vitral.kernels.dispatch import E4M3
 from vitral.models import fused
 from vitral.models.layers import Block
@@ -71,17 +70,18 @@ def main() -> None:
 def _agree(weights: str, folder: str, preprocess: str) -> None:
     model, card = vitral.load(weights)
     split, preprocessing = open_images([folder]), resolve_preprocessing(card, preprocess)
-    ensemble = open_ensemble((model, card), precision="fp8", device="cuda")
-    ensemble = ensemble.rechecking(split, preprocess=preprocess, batch=100, on_event=ignore_events)
-    print(*ensemble.notes())
-    again = ensemble.predict(split, preprocess=preprocess, batch=100, on_event=ignore_events)
-    logits: dict[str, np.ndarray] = {"fp8, doubtful images again": again.logits}
+    logits: dict[str, np.ndarray] = {}
     for precision in ("float32", "bfloat16", "fp8"):
         if precision == "fp8" and (reason := fused.enable_fp8(model.cuda(), freeze=True)):
             raise SystemExit(f"not in FP8: {reason}")
         logits[precision] = predict_split(
             model, split, preprocessing, batch=100, device="cuda", precision=precision
         ).logits
+    sample = sample_of(len(split))
+    recheck = Recheck.of(logits["fp8"][sample], logits["bfloat16"][sample])
+    doubtful = recheck.doubtful(logits["fp8"])
+    logits["fp8, doubtful images again"] = np.where(doubtful[:, None], logits["bfloat16"], logits["fp8"])
+    print(recheck)
     exact = logits["float32"]
     pairs = [(first, second) for first in ("fp8", "fp8, doubtful images again") for second in ("float32", "bfloat16")]
     for first, second in [("bfloat16", "float32"), *pairs]:

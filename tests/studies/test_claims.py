@@ -54,6 +54,16 @@ def test_a_group_of_cells_is_averaged_per_seed():
     assert difference(a, [cell([0.1, 0.2, 0.1])], "top1") == pytest.approx(alone)
 
 
+def test_only_seeds_that_all_cells_of_a_group_have_are_compared_and_counted():
+    """As while a study runs: a third seed of one cell says nothing about the mean of both."""
+    cells = [cell([0.1, 0.3, 0.9], k=1), cell([0.3, 0.5], k=2), cell([0.1, 0.2, 0.1], k=3)]
+    two, one = cells[:2], cells[2:]
+    expected = difference([cell([0.2, 0.4])], one, "top1")
+    assert difference(two, one, "top1") == pytest.approx(expected)
+    study = Study("mine", "Mine", "top1", {}, (), claims=(Claim("text", "compare", a={"k": [1, 2]}, b={"k": 3}),))
+    assert check_claims(study, cells)[0].measured.endswith("; 4 and 3 runs")
+
+
 def test_single_runs_are_compared_in_pairs():
     a, b = [0.5, 0.61, 0.7], [0.4, 0.5, 0.62]
     estimate = difference([cell([v]) for v in a], [cell([v]) for v in b], "top1")

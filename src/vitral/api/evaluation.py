@@ -133,7 +133,7 @@ def evaluate(
         table = Path(classes) if classes else None
         mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
     with displayed(on_event) as handler:
-        models = models.rechecking(scored, preprocess=preprocess, batch=batch, on_event=handler)
+        models = models.checked(scored, preprocess=preprocess, batch=batch, on_event=handler)
         notes = (*notes, *models.notes())
 
         def compute(images: Split) -> Predictions:

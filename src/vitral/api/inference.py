@@ -31,8 +31,8 @@ from vitral.evaluation.predict import (
     predict_split,
     view_pipeline,
 )
-from vitral.evaluation.recheck import SAMPLE, Recheck, both, in_bfloat16, sample_of
-from vitral.events import EventHandler, Note, ignore_events
+from vitral.evaluation.recheck import MAX_RECOMPUTED, MIN_IMAGES, Recheck, in_bfloat16, sample_of
+from vitral.events import EventHandler, Note, Progress
 from vitral.export.exported import PixelLogits, is_exported, open_exported
 from vitral.kernels.packed import pack, pack_int8
 from vitral.models.build import Model, resolve_device, use_fp8
@@ -52,7 +52,6 @@ class Member:
     card: Card
     device: str
     order: np.ndarray  # (classes,) int64: its outputs in the order of the first model
-    recheck: Recheck | None = None  # of a model in FP8
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Ensemble:
     card: Card
     tta: TestTimeAugmentation | None = None
     precision: Precision = "float32"
+    recheck: Recheck | None = None  # of models in FP8
 
     @property
     def averages(self) -> bool:
@@ -80,7 +80,7 @@ class Ensemble:
     def notes(self) -> tuple[str, ...]:
         """The precision if it is not float32, its effect if known, and what is averaged, in a sentence each."""
         precision = (f"Computed in {self.precision}.",) if self.precision != "float32" else ()
-        precision += tuple(str(member.recheck) for member in self.members if member.recheck)
+        precision += (str(self.recheck),) if self.recheck else ()
         if not self.averages:
             return precision
         models = [f"{len(self.members)} models"] if len(self.members) > 1 else []
@@ -97,58 +97,83 @@ class Ensemble:
 
         `preprocess` is what the user gives; of several models, it is for those that do not state theirs.
         """
-        results = []
-        for number, member in enumerate(self.members, 1):
-            preprocessing, function = self._function(member, preprocess, on_event)
-            count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
-            options = {"batch": batch, "task": f"{task}{count}", "on_event": on_event}
-            indices, logits, valid = self._run(member, split, preprocessing, function, **options)
-            if member.recheck is not None and isinstance(member.model, ViT):
-                rows = np.flatnonzero(valid & member.recheck.doubtful(logits))
-                function = in_bfloat16(member.model, function)
-                options["task"] = f"computing doubtful images again{count}"
-                if len(rows):
-                    again = self._run(member, split.select(indices[rows]), preprocessing, function, **options)
-                    logits[rows[again.indices[again.valid]]] = again.logits[again.valid]
-            results.append(Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid))
-        return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
+        options = {"preprocess": preprocess, "batch": batch, "on_event": on_event}
+        found = self._compute(split, task=task, **options)
+        if self.recheck is None:
+            return found
+        rows = np.flatnonzero(found.valid & self.recheck.doubtful(found.logits))
+        if len(rows):
+            doubtful, task = split.select(found.indices[rows]), "computing doubtful images again"
+            options["on_event"] = _only_progress(on_event)
+            again = self._compute(doubtful, task=task, fp8=False, **options)
+            found.logits[rows[again.indices[again.valid]]] = again.logits[again.valid]
+        return found
 
-    def rechecking(self, split: Split, *, preprocess: str = "", batch: int, on_event: EventHandler) -> Ensemble:
-        """The same models, of which those in FP8 will compute some of these images again, in bfloat16.
+    def checked(self, split: Split, *, preprocess: str = "", batch: int, on_event: EventHandler) -> Ensemble:
+        """The same models, ready to predict these images: in FP8, how much it changes was measured on a sample.
 
-        For each image to have one class, FP8 is checked on a sample; fewer images are all computed in bfloat16.
+        Models that have several labels per image, or one output, are not checked. Where FP8 would take longer than
+        bfloat16, it is switched off, and reported.
         """
         if self.precision != "fp8":
             return self
-        if len(split) <= SAMPLE:
-            on_event(Note(f"computed in bfloat16: FP8 is checked on a sample of the images, of more than {SAMPLE}"))
-            for member in self.members:
-                if isinstance(member.model, ViT):
-                    member.model.fp8 = False
-            return replace(self, precision="bfloat16")
-        sample = split.select(sample_of(len(split)))
-        return replace(
-            self,
-            members=tuple(self._rechecking(member, sample, preprocess, batch, on_event) for member in self.members),
-        )
+        models = [member.model for member in self.members if isinstance(member.model, ViT) and member.model.fp8]
+        if models and (self.card.multilabel or self.card.architecture.classes < 2):
+            return self
+        if models:
+            found = self._compare(split, preprocess=preprocess, batch=batch, on_event=on_event)
+            if isinstance(found, Recheck):
+                return replace(self, recheck=found)
+            on_event(Note(f"computed in bfloat16: {found}"))
+        for model in models:
+            model.fp8 = False
+        return replace(self, precision="bfloat16")
 
-    def _rechecking(self, member: Member, sample: Split, preprocess: str, batch: int, on_event: EventHandler) -> Member:
-        model, classes = member.model, member.card.architecture.classes
-        if not (isinstance(model, ViT) and model.fp8) or member.card.multilabel or classes < 2:
-            return member
-        preprocessing, rough = self._function(member, preprocess, ignore_events)
-        compute = both(rough, in_bfloat16(model, rough))
-        options = {"batch": batch, "task": "comparing FP8 with bfloat16", "on_event": on_event}
-        _, logits, valid = self._run(member, sample, preprocessing, compute, **options)
-        if not valid.any():
-            return member
-        return replace(member, recheck=Recheck.of(logits[valid, :classes], logits[valid, classes:]))
+    def _compare(self, split: Split, *, preprocess: str, batch: int, on_event: EventHandler) -> Recheck | str:
+        """What FP8 changes, measured on a sample; or why it is not used."""
+        if len(split) < MIN_IMAGES:
+            return f"below {MIN_IMAGES:,} images, checking FP8 on a sample takes longer than FP8 saves"
+        sample, task = split.select(sample_of(len(split))), "comparing FP8 with bfloat16"
+        options = {"preprocess": preprocess, "batch": batch, "task": task, "on_event": _only_progress(on_event)}
+        fp8, bfloat16 = self._compute(sample, **options), self._compute(sample, **options, fp8=False)
+        usable = fp8.valid & bfloat16.valid & np.isfinite(fp8.logits + bfloat16.logits).all(axis=1)
+        if not usable.any():
+            return "no image of the sample that FP8 is checked on can be read"
+        recheck = Recheck.of(fp8.logits[usable], bfloat16.logits[usable])
+        if recheck.recomputed > MAX_RECOMPUTED:
+            return f"FP8 leaves {recheck.recomputed:.0%} of {recheck.images} sampled images in doubt, too many to gain"
+        return recheck
+
+    def _compute(
+        self, split: Split, *, preprocess: str, batch: int, task: str, on_event: EventHandler, fp8: bool = True
+    ) -> Predictions:
+        """The models' average; without `fp8`, those in FP8 are computed in bfloat16."""
+        results = []
+        for number, member in enumerate(self.members, 1):
+            preprocessing, function = self._function(member, preprocess, on_event)
+            if isinstance(member.model, ViT) and not fp8:
+                function = in_bfloat16(member.model, function)
+            indices, logits, valid = predict_split(
+                member.model,
+                split,
+                preprocessing,
+                function=function,
+                batch=batch,
+                device=member.device,
+                precision=self.precision,
+                normalized=not isinstance(member.model, PixelLogits),
+                workers=reading_workers(member.device),
+                task=f"{task} ({number} of {len(self.members)})" if len(self.members) > 1 else task,
+                on_event=on_event,
+            )
+            results.append(Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid))
+        return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
 
     def _function(
         self, member: Member, preprocess: str, on_event: EventHandler
     ) -> tuple[Preprocessing, Callable[[Tensor], Tensor]]:
-        """What a model's images go through, and the function that gives their logits; divided by its temperature if
-        they are averaged."""
+        """A model's preprocessing, and the function from images to its logits, divided by its temperature if they are
+        averaged."""
         text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
         preprocessing = resolve_preprocessing(member.card, text, on_event)
         if isinstance(member.model, PixelLogits):
@@ -160,30 +185,10 @@ class Ensemble:
             return views, averaging(model, self.tta, temperature=temperature, sigmoid=member.card.multilabel)
         return preprocessing, model if temperature == 1.0 else lambda images: model(images).float() / temperature
 
-    def _run(
-        self,
-        member: Member,
-        split: Split,
-        preprocessing: Preprocessing,
-        function: Callable[[Tensor], Tensor],
-        *,
-        batch: int,
-        task: str,
-        on_event: EventHandler,
-    ) -> Predictions:
-        return predict_split(
-            member.model,
-            split,
-            preprocessing,
-            function=function,
-            batch=batch,
-            device=member.device,
-            precision=self.precision,
-            normalized=not isinstance(member.model, PixelLogits),
-            workers=reading_workers(member.device),
-            task=task,
-            on_event=on_event,
-        )
+
+def _only_progress(on_event: EventHandler) -> EventHandler:
+    """Without the notes, for images that are computed a second time."""
+    return lambda event: on_event(event) if isinstance(event, Progress) else None
 
 
 def open_ensemble(

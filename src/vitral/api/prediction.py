@@ -115,9 +115,9 @@ def predict(
     loading = {"classes": classes, "tta": tta, "precision": precision, "device": device, "packed": True}
     models = open_ensemble(source, ensemble, **loading, on_event=on_event)
     with displayed(on_event) as handler:
-        models = models.rechecking(split, preprocess=preprocess, batch=batch, on_event=handler)
-        for note in filter(None, (member.recheck for member in models.members)):
-            handler(Note(str(note)))
+        models = models.checked(split, preprocess=preprocess, batch=batch, on_event=handler)
+        if models.recheck is not None:
+            handler(Note(str(models.recheck)))
 
         def compute(images: Split) -> Predictions:
             return models.predict(images, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)

@@ -101,8 +101,21 @@ class TrainResult(SummaryRepr):
         return load(self.folder)
 
     def write_page(self, data: Data, *, device: str = "") -> Path:
-        """Write page.html, which `vitral train` writes by itself, into the run folder: curves, the most confident
-        mistakes, calibration, and what the model learned. `data` is what it was trained on."""
+        """Write page.html, which `vitral train` writes by itself, into `folder`: curves, the most confident mistakes,
+        calibration, and what the model learned. After a training with your own `transform` it has neither mistakes nor
+        calibration, since nothing states how images are preprocessed.
+
+        Args:
+            data: what the model was trained on.
+            device: cpu, cuda or mps; chosen automatically by default.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            UserError: `data` holds out other images than those that were scored, or the model is one per fold or a
+                module of your own.
+        """
         if self.module is not None:
             raise UserError("pages show vitral's own models: plot your module's metrics.jsonl instead.")
         if self.folds is not None:

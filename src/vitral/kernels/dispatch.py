@@ -120,7 +120,7 @@ def attention(qkv: Tensor, bias: Tensor | None, dropout: float, queries: int | N
 
     Args:
         qkv: queries, keys and values, (batch, tokens, 3, heads, dim).
-        bias: added to the logits, (batch, heads, tokens, tokens).
+        bias: added to the logits, (batch, heads, tokens or `queries`, tokens).
         dropout: rate for the attention weights.
         queries: number of tokens, from the first on, that attend to all; None for all of them.
 

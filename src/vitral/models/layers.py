@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None, queries: int | None = None) -> Tensor:
         """Tokens attend to each other along the last axis but one: (..., tokens, dim) -> (..., tokens, dim); with
-        `queries`, only the first tokens attend to all: (..., queries, dim). Then there must be no observers."""
+        `queries`, only the first tokens attend to all: (..., queries, dim); without relative positions or observers."""
         shape = x.shape
         qkv = self._project(x.reshape(-1, *shape[-2:]), rotation)
         bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
@@ -210,6 +210,8 @@ def computes_tokens_alone(module: nn.Module) -> bool:
         if part.training or type(part) not in TOKEN_WISE or not is_plain(part, type(part)):
             return False
         if isinstance(part, Attention) and part.observers:
+            return False
+        if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
             return False
     return all(is_plain_tensor(parameter) for parameter in module.parameters())
 

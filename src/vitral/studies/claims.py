@@ -80,7 +80,7 @@ def _compare(claim: Claim, study: Study, cells: Sequence[CellResult]) -> ClaimRe
         return ClaimResult(claim, "undecided", "no runs yet")
     estimate = difference(first, second, metric)
     verdict = _verdict(estimate, claim)
-    counts = [sum(len(cell.records) for cell in group) for group in (first, second)]
+    counts = [sum(map(len, _compared(group, metric))) for group in (first, second)]
     return ClaimResult(claim, verdict, f"{_shown(estimate, metric)}{notes}; {counts[0]} and {counts[1]} runs")
 
 
@@ -114,11 +114,17 @@ def _welch(first: Sample, second: Sample) -> Estimate:
 
 def _per_seed(cells: Sequence[CellResult], metric: str) -> list[float]:
     """One mean over the cells per seed that all of them have; without such a seed the mean of all runs."""
-    by_cell = [_values(cell, metric) for cell in cells]
-    seeds = set(by_cell[0]).intersection(*by_cell)
-    if not seeds:
+    by_cell = _compared(cells, metric)
+    if any(values.keys() != by_cell[0].keys() for values in by_cell):
         return [statistics.fmean(value for values in by_cell for value in values.values())]
-    return [statistics.fmean(values[seed] for values in by_cell) for seed in sorted(seeds)]
+    return [statistics.fmean(values[seed] for values in by_cell) for seed in by_cell[0]]
+
+
+def _compared(cells: Sequence[CellResult], metric: str) -> list[dict[int, float]]:
+    """The metric of each cell by seed: of the seeds that all cells have or, without such a seed, of all."""
+    by_cell = [_values(cell, metric) for cell in cells]
+    seeds = sorted(set(by_cell[0]).intersection(*by_cell))
+    return [{seed: values[seed] for seed in seeds} for values in by_cell] if seeds else by_cell
 
 
 def _values(cell: CellResult, metric: str) -> dict[int, float]:
