@@ -17,7 +17,7 @@ Pool = Literal["token", "mean", "map", "token+mean", "token+register"]
 Position = Literal["none", "1d", "2d", "relative", "bias", "sincos2d"]
 Injection = Literal["input", "every", "shared"]
 Gelu = Literal["tanh", "erf", "quick"]
-ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino", "siglip", "naflex-par", "naflex-parfac"]
+ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino", "siglip", "linear", "naflex-par", "naflex-parfac"]
 NormPlace = Literal["tokens", "features", "none"]
 RootPool = Literal["zero", "-inf"]
 # Of weight standardization and GroupNorm in a ResNet. timm and transformers changed those of Google's code:

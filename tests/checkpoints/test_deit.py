@@ -27,10 +27,11 @@ from oracles import (
 )
 from safetensors.torch import load_file, save_file
 
+import vitral
 from vitral import UserError
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.adapt import Adaptation, adapt
-from vitral.checkpoints.weights import read
+from vitral.checkpoints.weights import assemble, read
 
 LIMIT = 1e-5
 DISTILLED = replace(SMALL, registers=1, pool="token+register", resize="timm")
@@ -296,6 +297,15 @@ def test_timm_reads_our_naflex(resize, tmp_path):
     for size in ((16, 40), (48, 24)):
         images = pictures(2, 3, *size)
         assert gap(outcome(model, images), run(weights, images)) <= LIMIT
+
+
+def test_what_a_saved_file_does_not_state_is_printed(tmp_path, capsys):
+    weights = random_weights(replace(SMALL, pool="mean", resize="naflex-parfac", gelu="erf"))
+    card = vitral.save(assemble(weights), tmp_path / "theirs", format="timm-naflex")
+    vitral.save(assemble(weights), tmp_path / "ours.safetensors", card)
+    printed = capsys.readouterr().err
+    assert "by rule naflex-parfac, its readers use naflex-par" in printed
+    assert printed.count("not in the file") == 1
 
 
 DAMAGED = [("timm-deit", DISTILLED), ("hf-deit", DISTILLED), ("timm-naflex", replace(SMALL, registers=2))]

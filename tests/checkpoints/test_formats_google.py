@@ -306,7 +306,7 @@ def test_a_resized_patch_keeps_its_embedding(old, more, seed):
     kernel, patch = pictures(4, 3, old, old, seed=seed), pictures(1, 3, old, old, seed=seed + 1)
     larger = F.interpolate(patch, size=(old + more, old + more), mode="bilinear", antialias=True)
     before = torch.einsum("dcij,bcij->bd", kernel, patch)
-    after = torch.einsum("dcij,bcij->bd", resize_patch_kernel(kernel, old + more), larger)
+    after = torch.einsum("dcij,bcij->bd", resize_patch_kernel(kernel, old + more, "siglip"), larger)
     assert gap(after, before) <= 1e-5 * (1 + float(before.abs().max()))
 
 
@@ -319,7 +319,7 @@ def test_larger_patches_of_larger_images_give_the_same_logits():
     stitched = larger.reshape(2, 3, 4, 6, 12, 12).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 48, 72)
     adapted = adapt(weights, Adaptation(patch=12, image=(48, 72)))
     assert gap(run(adapted, stitched), run(weights, images)) <= 1e-5
-    assert adapted.changes == ("patch 8 -> 12 (pseudo-inverse resize), image 32x48 -> 48x72 pixels",)
+    assert adapted.changes == ("patch 8 -> 12 (pseudo-inverse resize, rule siglip), image 32x48 -> 48x72 pixels",)
     config: Any = adapt(weights, Adaptation(patch=60, image=120)).architecture
     assert config.grid((120, 120)) == (2, 2)  # 60 does not fit the old image
 
@@ -327,7 +327,7 @@ def test_larger_patches_of_larger_images_give_the_same_logits():
 def test_a_patch_alone_changes_the_grid():
     adapted = adapt(random_weights(SMALL), Adaptation(patch=4))
     assert adapted.state["positions.0.table"].shape == (8, 8, 32)
-    assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize), grid 4x4 -> 8x8 (rule google)",)
+    assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize, rule siglip), grid 4x4 -> 8x8 (rule google)",)
 
 
 def test_one_channel_gives_the_output_of_repeated_channels():

@@ -361,8 +361,11 @@ def test_a_table_is_resized_as_torch_does(rule, old, new, seed):
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 16), (8, 11), (16, 8), (14, 9)])
-def test_a_patch_kernel_is_resized_as_timm_does(old, new):
+@pytest.mark.parametrize("rule", ["timm", "siglip", "linear"])
+def test_a_patch_kernel_is_resized_as_timm_does(rule, old, new):
     kernel = pictures(6, 3, old, old)
     library = outside("timm.layers.patch_embed")
-    theirs = library.resample_patch_embed(kernel, [new, new], interpolation="bilinear", antialias=True)
-    assert gap(resize_patch_kernel(kernel, new), theirs) <= LIMIT * float(theirs.abs().max())  # theirs is in float32
+    mode, antialias = "bicubic" if rule == "timm" else "bilinear", rule != "linear"
+    theirs = library.resample_patch_embed(kernel, [new, new], interpolation=mode, antialias=antialias)
+    ours = resize_patch_kernel(kernel, new, rule)
+    assert gap(ours, theirs) <= 2e-5 * float(theirs.abs().max())  # theirs is in float32

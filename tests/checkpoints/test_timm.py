@@ -14,6 +14,7 @@ from oracles import (
     outcome,
     outside,
     pictures,
+    quiet,
     random_weights,
     run,
     same_bits,
@@ -23,7 +24,7 @@ from oracles import (
     written,
 )
 from safetensors.torch import load_file, save_file
-from timm_cases import build, images, relative_gap, save, save_header, shrunk
+from timm_cases import CLASSES, build, images, relative_gap, save, save_header, shrunk
 from timm_factories import captured, class_defaults
 
 import vitral
@@ -235,6 +236,24 @@ def test_position_rows_of_registers_are_folded_and_recorded(tmp_path):
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT
     state = model.state_dict()
     assert (found.weights.state["registers"] == state["reg_token"][0] + state["pos_embed"][0, 1:4]).all()
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "flexivit_small", "deit3_small_patch16_224"])
+@pytest.mark.parametrize(("image", "patch"), [(48, 8), (24, 8), (32, 4), (48, 16)])
+def test_other_sizes_are_those_of_timm(name, image, patch, tmp_path):
+    """timm resizes positions and patches when it loads a file; those of FlexiViT with another interpolation."""
+    arguments = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 32, "patch_size": 8}
+    timm = outside("timm")
+    folder = save(build(name, arguments), tmp_path, arguments)
+    overlay = {"file": str(folder / "model.safetensors"), "custom_load": False, "num_classes": CLASSES}
+    changed = {**arguments, "img_size": image, "patch_size": patch}
+    with quiet():
+        theirs = timm.create_model(
+            name, pretrained=True, num_classes=CLASSES, pretrained_cfg_overlay=overlay, **changed
+        ).eval()
+    ours, _ = vitral.load(folder, image=image, patch=patch)
+    pixels = pictures(2, 3, image, image)
+    assert relative_gap(outcome(ours, pixels), outcome(theirs, pixels)) <= LIMIT
 
 
 def test_radio_is_read_by_its_name(tmp_path):

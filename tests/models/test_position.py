@@ -174,7 +174,7 @@ def test_the_native_size_resizes_nothing(changes: dict[str, Any], monkeypatch: p
     def refuse(*_: Any) -> Tensor:
         raise AssertionError("a table was resized")
 
-    monkeypatch.setattr(position, "_resize_matrix", refuse)
+    monkeypatch.setattr(position, "resize_matrix", refuse)
     assert torch.equal(model(images), expected)
     assert torch.equal(model(F.pad(images, (0, 3, 0, 2))), expected)  # the same grid
     if model.config.position in ("1d", "2d", "relative"):

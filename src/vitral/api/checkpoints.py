@@ -31,7 +31,7 @@ from vitral.checkpoints.weights import (
     write,
 )
 from vitral.cost import Cost, cost
-from vitral.display import SummaryRepr
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
@@ -147,7 +147,12 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
         UserError: if it is not a model of vitral, or the format cannot express what it computes.
     """
     weights = weights_of(model, card.changes if card else ())
-    return write(weights, card or Card(weights.architecture), Path(path), format)
+    card = write(weights, card or Card(weights.architecture), Path(path), format)
+    back = describe(Path(path), format, _hints(card.architecture)).card
+    with displayed(None) as handler:
+        for text in unstated(card, back, format_named(format)):
+            handler(Note(f"not in the file: {text}"))
+    return card
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.architecture import (
@@ -22,7 +21,7 @@ from vitral.architecture import (
 )
 from vitral.errors import UserError
 from vitral.models.build import build
-from vitral.models.position import resize_offsets, resize_table, sincos2d
+from vitral.models.position import resize_matrix, resize_offsets, resize_table, sincos2d
 
 State = dict[str, Tensor]
 
@@ -83,10 +82,15 @@ def to_classes(weights: Weights, classes: int) -> Weights:
     return Weights(new, {**kept, **(head if classes else {})}, (*weights.changes, change))
 
 
+# Rules of patches whose positions have a rule of timm's.
+_PATCH_RULES: dict[ResizeRule, ResizeRule] = {"timm": "timm", "naflex-par": "timm", "linear": "linear"}
+
+
 def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
     """Resize position embeddings for another image size or patch size, by the architecture's rule.
 
-    The patch embedding is resized by FlexiViT's pseudo-inverse: a resized patch keeps its embedding.
+    The patch embedding is resized by FlexiViT's pseudo-inverse: a resized patch keeps its embedding. Patches are
+    resized as in that paper, linear with antialiasing, but as positions are where timm resizes both.
     """
     old = weights.architecture
     if isinstance(old, ModuleConfig):
@@ -97,7 +101,9 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
         return _resnet_to_size(weights, old, image, patch)
     patch = old.patch if patch is None else patch
     new = replace(old, image=image, patch=patch)
-    changes = [f"patch {old.patch} -> {patch} (pseudo-inverse resize)"] if patch != old.patch else []
+    patch_rule = _PATCH_RULES.get(old.resize, "siglip")
+    resized = f"patch {old.patch} -> {patch} (pseudo-inverse resize, rule {patch_rule})"
+    changes = [resized] if patch != old.patch else []
     changes += [f"image {_by(old.image)} -> {_by(image)} pixels"] if image != old.image else []
     if not changes:
         return weights
@@ -106,7 +112,7 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
         changes.append(f"grid {_by(old.grid(old.image))} -> {_by(new.grid(image))}{rule}")
     state = _resized(weights.state, _shapes(new), old.resize)
     if patch != old.patch:
-        state["embed.weight"] = resize_patch_kernel(weights.state["embed.weight"], patch)
+        state["embed.weight"] = resize_patch_kernel(weights.state["embed.weight"], patch, patch_rule)
     return weights.changed(new, state, ", ".join(changes))
 
 
@@ -229,13 +235,11 @@ def _filter_scales(filters: Tensor, epsilons: Epsilons, additive: bool) -> Tenso
     return factor.to(filters.dtype)
 
 
-def resize_patch_kernel(kernel: Tensor, patch: int) -> Tensor:
+def resize_patch_kernel(kernel: Tensor, patch: int, rule: ResizeRule) -> Tensor:
     """(dim, channels, p, p) -> (dim, channels, p', p'); if p' >= p, <resized patch, new kernel> = <patch, kernel>."""
-    old = kernel.shape[-1]
-    basis = torch.eye(old * old, dtype=torch.float64).reshape(old * old, 1, old, old)
-    resized = F.interpolate(basis, size=(patch, patch), mode="bilinear", antialias=True, align_corners=False)
-    inverse = torch.linalg.pinv(resized.reshape(old * old, patch * patch))  # (p'p', pp)
-    return (kernel.double().flatten(2) @ inverse.T).reshape(*kernel.shape[:2], patch, patch).to(kernel.dtype)
+    exact = kernel.double()
+    inverse = torch.linalg.pinv(resize_matrix(kernel.shape[-1], patch, rule, exact).T)  # (p', p)
+    return (inverse @ exact @ inverse.T).to(kernel.dtype)
 
 
 def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:

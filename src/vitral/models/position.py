@@ -239,8 +239,8 @@ def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
         sides = grid[0] + moved * (longer - grid[0]), grid[1] + moved * (longer - grid[1])
     with _full_precision(table):
         exact = _at_least_float32(table)
-        rows = _resize_matrix(height, sides[0], rule, exact, moved)[: grid[0]]
-        columns = _resize_matrix(width, sides[1], rule, exact, moved)[: grid[1]]
+        rows = resize_matrix(height, sides[0], rule, exact, moved)[: grid[0]]
+        columns = resize_matrix(width, sides[1], rule, exact, moved)[: grid[1]]
         return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
 
 
@@ -252,7 +252,7 @@ def resize_offsets(table: Tensor, length: int) -> Tensor:
         return table[len(table) // 2 :][:1]
     with _full_precision(table):
         exact = _at_least_float32(table)
-        return (_resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
+        return (resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
 
 
 def _is_symbolic(*sizes: int) -> bool:
@@ -265,7 +265,7 @@ def _larger(a: Any, b: Any) -> Any:
     return torch.sym_max(a, b)
 
 
-def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor, moved: Any = 1) -> Tensor:
+def resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor, moved: Any = 1) -> Tensor:
     """(new, old): the weight of each old row in each new one. All rules are linear and separable.
 
     google       linear, corners aligned (scipy.ndimage.zoom of order 1)
@@ -274,7 +274,7 @@ def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor, moved: An
     dino         as hf, but with DINO's scale factor (new + 0.1) / old
     timm         cubic (a = -1/2), pixel centers aligned, widened against aliasing when it shrinks; also naflex-par
     siglip       linear, pixel centers aligned, widened against aliasing when it shrinks
-    naflex-parfac  linear, pixel centers aligned
+    linear       linear, pixel centers aligned; also naflex-parfac
     """
     row = torch.arange(new, dtype=like.dtype, device=like.device)
     if rule in ("google", "torchvision"):
@@ -288,7 +288,7 @@ def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor, moved: An
     taps = torch.arange(-1, 3, device=like.device)
     index = center.floor()[:, None] + taps  # (new, 4)
     distance = index - center[:, None]
-    weights = _linear(distance) if rule in ("google", "naflex-parfac") else _cubic(distance, -0.75)
+    weights = _linear(distance) if rule in ("google", "linear", "naflex-parfac") else _cubic(distance, -0.75)
     one_hot = F.one_hot(index.long().clamp(0, old - 1), old).to(like.dtype)  # clamping repeats the edge
     return torch.einsum("nt,nto->no", weights, one_hot)
 

@@ -207,7 +207,7 @@ def _beit_architecture(header: CheckpointHeader) -> ViTConfig:
     if absolute and (own or shared):
         raise UserError("it has both absolute positions and a relative bias: that is not supported.")
     if own or shared:
-        settings |= {"position": "bias", "image": _beit_image(header, settings), "resize": "siglip"}
+        settings |= {"position": "bias", "image": _beit_image(header, settings), "resize": "linear"}
     return ViTConfig(**settings, **_pooling(header))
 
 
@@ -253,8 +253,6 @@ def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
         notes.append("features are the mean of the patches that the masked image modeling reads")
     if header.has(_SHARED):
         notes.append("relative bias that all blocks share copied to each block")
-    if c.position == "bias":
-        notes.append("a relative bias is resized to smaller grids with antialiasing, in transformers without")
     return tuple(notes)
 
 

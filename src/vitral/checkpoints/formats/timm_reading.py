@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from vitral.architecture import Size, ViTConfig
+from vitral.architecture import ResizeRule, Size, ViTConfig
 from vitral.checkpoints.formats.layout import (
     TIMM_SHARED_BIAS,
     Layout,
@@ -119,6 +119,14 @@ def read_header(header: CheckpointHeader) -> TimmFile:
         known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
+
+
+def _rule(header: CheckpointHeader) -> ResizeRule:
+    """How timm resizes positions when it loads the file: those of FlexiViT and RADIO linearly."""
+    named = named_factory(header)
+    if named is None or not ("flexivit" in named.name or "_radio_" in named.name):
+        return "timm"
+    return "google" if named.name in ("vit_base_patch16_radio_v3", "vit_huge_patch16_radio_v3") else "linear"
 
 
 def _overrides(header: CheckpointHeader) -> dict[str, Any]:
@@ -330,7 +338,7 @@ def _file(
         stated = f"config.json states {own[0]}x{own[1]}, to which timm resizes them"
         notes.append(f"assumed: image={image[0]}x{image[1]}, by its positions; {stated}")
     architecture = ViTConfig(
-        **shown, **hidden, image=image, resize="timm", class_position=shown["class_token"] and extra > 0
+        **shown, **hidden, image=image, resize=_rule(header), class_position=shown["class_token"] and extra > 0
     )
     if architecture.pool == "map":
         mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
