@@ -288,6 +288,7 @@ OTHER_LIBRARIES = {
     *("ImageFolder", "DataLoader", "DistributedDataParallel", "once_differentiable", "onnxruntime", "onnxscript"),
     *("pre_logits", "cross_val_score", "AutoModelForImageClassification", "create_model"),
     *("create_transform", "resolve_model_data_config", "num_prefix_tokens", "pretrained_cfg"),
+    "param_groups_layer_decay",
     "train_image_classification",
 }
 

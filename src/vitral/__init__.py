@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from vitral.serving import PredictionResults
     from vitral.trackers import Tracker
     from vitral.training.callbacks import Callback, RunHandle
+    from vitral.training.optimizer import parameter_groups
     from vitral.training.run import RunResult
 
 _MODULES = {
@@ -78,6 +79,7 @@ _MODULES = {
     "vitral.serving": "PredictionResults",
     "vitral.trackers": "Tracker",
     "vitral.training.callbacks": "Callback RunHandle",
+    "vitral.training.optimizer": "parameter_groups",
     "vitral.training.run": "RunResult",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -92,7 +94,8 @@ __all__ = [
     "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "compute_cost", "convert", "create", "dedupe", "demo",
     "embed", "evaluate", "export_model", "fewshot", "finetune", "graphed", "info", "inspect", "list_available", "load",
-    "predict", "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
+    "parameter_groups", "predict", "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train",
+    "vtab1k",
 ]  # fmt: skip
 
 

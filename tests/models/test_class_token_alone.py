@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import quiet
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,6 +214,13 @@ def test_lora_and_packed_layers_compute_the_class_token_alone(images):
 @torch.no_grad()
 def test_an_empty_batch_has_no_logits(images):
     assert make_model()(images[:0]).shape == (0, 5)
+
+
+def test_a_trace_has_the_same_logits(images):
+    model = make_model()
+    with quiet():
+        traced: Any = torch.jit.trace(model, images)
+    torch.testing.assert_close(traced(images), model(images))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import vitral
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import parse
@@ -43,6 +44,19 @@ def groups_by_name(model, **settings):
     found = {names[id(parameter)]: group for group in groups for parameter in group["params"]}
     assert sum(len(group["params"]) for group in groups) == len(found)
     return found
+
+
+def test_groups_for_an_optimizer_of_ones_own_have_learning_rates():
+    """MAE's rule: rate * decay ** (depth + 1 - layer), where norm and head are layer depth + 1."""
+    model = vit(depth=3)
+    optimizer = torch.optim.SGD(vitral.parameter_groups(model, lr=0.1, layer_decay=0.5, head_lr=3.0))
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    expected = {"embed": 0.1 / 16, "blocks.0": 0.1 / 8, "blocks.2": 0.1 / 2, "norm": 0.1, "head": 0.3}
+    for part, rate in expected.items():
+        found = [rates[id(parameter)] for parameter in model.get_submodule(part).parameters()]
+        assert found == pytest.approx([rate] * len(found))
+    with pytest.raises(UserError, match=r"before torch\.compile"):
+        vitral.parameter_groups(nn.DataParallel(model), lr=0.1)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -138,8 +138,9 @@ class ViT(VisionModel[ViTConfig]):
     def _may_shorten_last_block(self) -> bool:
         """Whether the last block may compute the class token alone: for inference, where it need not have the same
         bits as `encode`."""
-        parts = (self.blocks[-1], self.norm)
-        return not torch.is_grad_enabled() and all(computes_tokens_alone(part) for part in parts)
+        if torch.is_grad_enabled() or torch.jit.is_tracing():  # traces are compared, with gradients and without
+            return False
+        return computes_tokens_alone(self.blocks[-1]) and computes_tokens_alone(self.norm)
 
     def intermediates(
         self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True

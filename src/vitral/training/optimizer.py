@@ -72,18 +72,42 @@ def layer_index(name: str, model: nn.Module) -> int:
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr: float = 1.0
+    model: nn.Module,
+    *,
+    lr: float | None = None,
+    weight_decay: float = 0.0,
+    layer_decay: float = 1.0,
+    head_lr: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """The trained parameters in groups that share a weight decay, a learning-rate `factor` and a Muon `matrices` count.
+    """The trained parameters in groups for any optimizer of PyTorch, as recipes group them.
 
     Only kernels decay, the weights of linear layers and convolutions. Biases, norms, class token, registers, positions,
     LayerScale, the probe of attention pooling and adapters do not (big_vision's rule).
+
+    Args:
+        model: a model of vitral, not yet inside torch.compile or DistributedDataParallel.
+        lr: learning rate of the last layers; without it, groups have none.
+        weight_decay: weight decay of kernels.
+        layer_decay: factor of the learning rate from one block to the block before it.
+        head_lr: factor of the learning rate of the head.
+
+    Returns:
+        Groups that share a weight decay, a learning rate, its `factor`, and what Muon has to know (`matrices`).
+
+    Raises:
+        UserError: the layers are not known, as of a module of your own.
     """
+    if next(model.named_parameters(), ("",))[0].startswith(("_orig_mod.", "module.")):
+        raise UserError("parameter_groups needs the model itself: call it before torch.compile or DDP wraps the model.")
     kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     matrices = _muon_matrices(model)
     last = _depth(model) + 1
     if last == 1 and layer_decay != 1.0:
         raise UserError("optim.layer_decay needs a model of vitral: set optim.layer_decay=1 for your own module.")
+
+    def rate(factor: float) -> dict[str, float]:
+        return {} if lr is None else {"lr": lr * factor}
+
     groups: dict[tuple[float, float, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -92,7 +116,7 @@ def parameter_groups(
         decay = weight_decay if id(parameter) in kernels else 0.0
         groups.setdefault((factor, decay, matrices.get(id(parameter), 0)), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "factor": factor, "matrices": count}
+        {"params": parameters, "weight_decay": decay, "factor": factor, "matrices": count, **rate(factor)}
         for (factor, decay, count), parameters in groups.items()
     ]
 
