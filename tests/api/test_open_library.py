@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,16 @@ def test_images_in_memory_are_predicted_like_files(weights: Path, colours: Path)
     picture = Image.open(path)
     pixels = np.array(picture)
     expected = vitral.predict(weights, path).rows[0]
-    for image in (picture, pixels, [pixels], (picture,)):
+    tensor, encoded = torch.from_numpy(pixels).permute(2, 0, 1), path.read_bytes()
+    for image in (picture, pixels, [pixels], (picture,), tensor, tensor[None], encoded, [encoded], BytesIO(encoded)):
         (row,) = vitral.predict(weights, image).rows
         assert (row.path, row.names, row.probabilities) == ("image 0", expected.names, expected.probabilities)
     for paths in (np.array([str(path)]), iter([str(path)])):
         assert vitral.predict(weights, paths).rows == vitral.predict(weights, [path]).rows
+    with path.open("rb") as stream:
+        assert vitral.predict(weights, stream).rows[0].probabilities == expected.probabilities
+    (unreadable,) = vitral.predict(weights, [encoded, b"no image"]).unreadable
+    assert unreadable.path == "image 1"
     mixed = vitral.predict(weights, [path, picture, colours / "red", pixels])
     assert [row.path for row in mixed.rows][:2] == [str(path), "image 1"]
     assert mixed.rows[-1].path == "image 3"
@@ -135,6 +141,7 @@ def test_grey_arrays_have_one_channel(weights: Path) -> None:
         (np.full((8, 8, 3), 7.0), "image 0 has values from 7 to 7, not 0 to 1"),
         (np.zeros((8, 8, 3), np.int64), "image 0 is of dtype int64"),
         (7, "image 0 is a int"),
+        (StringIO("text"), "image 0 is a StringIO"),
         ([], "IMAGES are missing"),
     ],
 )

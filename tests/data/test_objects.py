@@ -462,7 +462,7 @@ def test_floating_point_images_are_rounded_with_a_note():
         (np.zeros((3, 9, 9), np.uint8), "an array of shape (3, 9, 9): return (height, width, channels)"),
         (np.zeros((4, 4, 3), np.int64), "of dtype int64: return uint8"),
         (np.zeros((0, 4, 3), np.uint8), "no pixels"),
-        (None, "is None: return a PIL image, a uint8 array or a tensor"),
+        (None, "is None, not a PIL image, a uint8 array or a tensor"),
         (7, "is a int"),
     ],
 )

@@ -128,7 +128,7 @@ def test_an_unreadable_image_is_not_valid():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda image: None, "is None: return a PIL image"),
+        (lambda image: None, "is None, not a PIL image"),
         (lambda image: 1 / 0, "fails on a blank image of 320 x 256 pixels (ZeroDivisionError"),
         (lambda image: torch.zeros(8, 8, 3), "a tensor of shape (8, 8, 3): return (channels, height, width)"),
         (lambda image: np.zeros((8, 8, 3), np.int32), "of dtype int32"),

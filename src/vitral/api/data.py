@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 import numpy as np
+from torch import Tensor
 
 from vitral.api.checkpoints import Source
 from vitral.atomic import check_writable
@@ -29,7 +30,9 @@ from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_schema import DataRecipe
 from vitral.serving import unread
 
-ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
+# A file or folder; a PIL image, uint8 pixels (height, width, channels) or (channels, height, width) of a tensor; an
+# encoded image, or an open file of one.
+ImageLike = str | Path | PILImage | np.ndarray | Tensor | bytes | BinaryIO
 Images = ImageLike | Sequence[ImageLike] | Iterator[ImageLike]
 _DEV = 0.1  # share of train to select weights by, if the user requests this without naming images for it
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*", "fold-*")  # what a run leaves in its folder
@@ -119,24 +122,16 @@ def _to_train(data: Data, opened: DataSet) -> DataSet:
 def open_any_images(images: Images) -> Split:
     """Open images to predict on, as a split without labels.
 
-    Images are files, folders of them, PIL images, and arrays (height, width, channels) of uint8 pixels or of values
-    from 0 to 1; one, several, or an array (n, height, width, channels). Those in memory are called "image 0", "image
-    1", ... by their position.
+    Images are files, folders of them, PIL images, arrays (height, width, channels) and tensors (channels, height,
+    width) of uint8 pixels or of values from 0 to 1, and encoded images, as bytes or in open files; one, several, or an
+    array or tensor of several. Those in memory are called "image 0", "image 1", ... by their position.
     """
-    several: Sequence[ImageLike] = (
-        list(images)
-        if isinstance(images, Iterator) or (isinstance(images, np.ndarray) and images.ndim == 4)
-        else cast(Any, images).tolist()
-        if getattr(images, "ndim", 0) == 1  # paths in an array, or in a column of a data frame
-        else images
-        if isinstance(images, Sequence) and not isinstance(images, str)
-        else [cast(ImageLike, images)]
-    )
+    several = _several(images)
     paths = [image for image in several if isinstance(image, str | Path)]
     if len(paths) == len(several):
         return open_images(paths)
     keys: list[str] = []
-    opened: list[str | np.ndarray] = []
+    opened: list[str | bytes | np.ndarray] = []
     for position, image in enumerate(several):
         if isinstance(image, str | Path):
             files = open_images([image]).keys
@@ -144,11 +139,26 @@ def open_any_images(images: Images) -> Split:
             opened += files
         else:
             keys.append(f"image {position}")
-            opened.append(_pixels(image, keys[-1]))
+            opened.append(_in_memory(image, keys[-1]))
     return Split("images", keys, np.full(len(keys), -1, np.int64), (), ObjectReader(opened.__getitem__, keys))
 
 
-def _pixels(image: PILImage | np.ndarray, name: str) -> np.ndarray:
+def _several(images: Images) -> Sequence[ImageLike]:
+    dimensions = getattr(images, "ndim", 0)
+    if dimensions == 1:  # paths in an array, or in a column of a data frame
+        return cast(Any, images).tolist()
+    if dimensions == 4 or (isinstance(images, Iterator) and not hasattr(images, "read")):
+        return list(cast(Any, images))
+    if isinstance(images, Sequence) and not isinstance(images, str | bytes):
+        return images
+    return [cast(ImageLike, images)]
+
+
+def _in_memory(image: PILImage | np.ndarray | Tensor | bytes | BinaryIO, name: str) -> bytes | np.ndarray:
+    """An encoded image as it is, others as uint8 pixels (height, width, channels)."""
+    encoded = image.read() if hasattr(image, "read") else image
+    if isinstance(encoded, bytes):
+        return encoded
     try:
         return eight_bit_array(image, name)
     except ImageError as error:

@@ -48,7 +48,7 @@ def image_array(value: Any, name: str) -> np.ndarray:
             raise UserError(f"{name} is an array of shape {value.shape}: return (height, width, channels).")
     else:
         type_name = "None" if value is None else f"a {type(value).__name__}"
-        raise UserError(f"{name} is {type_name}: return a PIL image, a uint8 array or a tensor.")
+        raise UserError(f"{name} is {type_name}, not a PIL image, a uint8 array or a tensor.")
     if array.dtype not in (np.uint8, np.float32):
         raise UserError(f"{name} is of dtype {array.dtype}: return uint8, or floating-point values.")
     if not array.size:
