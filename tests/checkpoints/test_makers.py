@@ -1,20 +1,26 @@
-"""The makers' own layouts: OpenAI's CLIP by torch's modules, DINOv3 and big_vision's SigLIP by transformers'."""
+"""The makers' own layouts: CLIP by torch's modules, DINOv3 and big_vision's SigLIP by those of transformers."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hf_cases import HF_CASES
-from oracles import gap, pictures, randomised, run, save_npz, written
-from safetensors.torch import load_file
+from oracles import gap, outcome, outside, pictures, randomised, run, save_npz, written
+from safetensors.torch import load_file, save_file
+from timm_cases import build, relative_gap, shrunk
 from torch import Tensor, nn
 
 from vitral.architecture import RopeConfig, ViTConfig
+from vitral.checkpoints import description
+from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import read
 from vitral.errors import UserError
@@ -124,6 +130,89 @@ def test_clip_with_other_pooling_is_read_as_passed(clipa, tmp_path):
         expected = tower(IMAGES)
     assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
     assert any("the mean of the patches as the feature" in change for change in found.card.changes)
+
+
+def open_clip_folder(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    """As OpenCLIP's `push_to_hf_hub` writes it."""
+    folder.mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    return folder
+
+
+TOWER = {"layers": 2, "width": 32, "head_width": 8, "patch_size": 8, "image_size": 32}
+STATED = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "interpolation": "bicubic", "resize_mode": "shortest"}
+
+
+@pytest.mark.parametrize(
+    ("tower", "vision", "model"),
+    [
+        (lambda: ClipTower(nn.GELU()), {}, {}),
+        (lambda: ClipTower(QuickGelu()), {}, {"quick_gelu": True}),
+        (lambda: ClipTower(nn.GELU("tanh")), {"act_kwargs": {"approximate": "tanh"}}, {}),
+        (lambda: MeanClipTower(clipa=False), {"pool_type": "avg"}, {}),
+        (lambda: MeanClipTower(clipa=True), {"pool_type": "avg", "no_ln_pre": True, "final_ln_after_pool": True}, {}),
+    ],
+)
+def test_a_folder_of_open_clip_states_what_its_tensors_do_not(tower, vision, model, tmp_path):
+    tower = randomised(tower())
+    config = {"model_cfg": {"embed_dim": 24, "vision_cfg": {**TOWER, **vision}, **model}, "preprocess_cfg": STATED}
+    folder = open_clip_folder(tmp_path / "model", clip_tensors(tower), **config)
+    found = read(folder)
+    with torch.no_grad():
+        expected = tower(IMAGES)
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
+    assert "text tower not read (4 tensors)" in found.card.changes
+    assert not any("assumed" in change for change in found.card.changes)
+    assert found.card.preprocess == Preprocess(
+        "decode|resize_short(32, pil_bicubic)|center_crop(32)", (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    )
+
+
+@pytest.mark.parametrize(
+    ("vision", "words"),
+    [
+        ({"qk_norm": True}, "states qk_norm=True"),
+        ({"pool_type": "none"}, "states pool_type='none'"),
+        ({"act_kwargs": {"approximate": "none", "inplace": True}}, "states act_kwargs="),
+        ({"norm_kwargs": {"eps": 1e-6, "bias": False}}, "states norm_kwargs="),
+        ({"width": 64}, "states width=64 and the tensors are of 32"),
+    ],
+)
+def test_a_tower_of_open_clip_with_other_parts_is_refused(vision, words, tmp_path):
+    config = {"model_cfg": {"vision_cfg": {**TOWER, **vision}}}
+    folder = open_clip_folder(tmp_path / "model", clip_tensors(randomised(ClipTower(nn.GELU()))), **config)
+    with pytest.raises(UserError, match=re.escape(words)):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "projection"),
+    [("vit_base_patch16_siglip_224", "map", "none"), ("eva02_base_patch16_clip_224", "token", None)],
+)
+def test_a_tower_of_timm_in_a_folder_of_open_clip(name, pool, projection, tmp_path, monkeypatch):
+    outside("timm")
+    arguments = shrunk(name) | {"img_size": 64}
+    model: Any = build(name, {**arguments, "global_pool": pool})
+    if projection == "none":
+        model.reset_classifier(0)
+    tensors = {f"visual.trunk.{key}": tensor for key, tensor in model.state_dict().items()}
+    vision = {"image_size": 64, "timm_model_name": name, "timm_pool": pool, "timm_proj": projection}
+    config = {"model_cfg": {"vision_cfg": vision}, "preprocess_cfg": {"resize_mode": "squash"}}
+    folder = open_clip_folder(tmp_path / "model", tensors, **config)
+    convert = description.from_open_clip
+
+    def with_sizes(
+        stated: Mapping[str, Any],
+    ) -> dict[str, Any]:  # of the small model; OpenCLIP has no keys for them
+        found = convert(stated)
+        return {**found, "model_args": {**arguments, **found["model_args"]}}
+
+    monkeypatch.setattr(description, "from_open_clip", with_sizes)
+    found, images = read(folder), pictures(2, 3, 64, 64)
+    assert relative_gap(run(found.weights, images), outcome(model, images)) <= LIMIT
+    assert found.card.preprocess is not None
+    assert found.card.preprocess.pipeline == "decode|resize(64, pil_bicubic)"
 
 
 def test_attention_pooling_of_coca_is_refused_by_name(tmp_path):

@@ -14,6 +14,7 @@ from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.families import family_of, foreign_family, stated_family
 from vitral.checkpoints.formats.native import CARD, NATIVE, card_of
+from vitral.checkpoints.formats.open_clip import from_open_clip
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
@@ -53,6 +54,8 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
 
 
 def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | None) -> Description:
+    if "model_cfg" in (file.config or {}):
+        file = replace(file, config=from_open_clip(file.config or {}))
     chosen = format or (hints and hints.part) or CARD in file.metadata
     if foreign := None if chosen else foreign_family(_shapes(file)):
         raise UserError(f"{file.path} is {foreign}.")

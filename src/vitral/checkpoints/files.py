@@ -39,9 +39,11 @@ SAFETENSORS_DTYPES = {
 NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 _HUB_MODEL = re.compile(r"(?P<hf>[\w-]+/[\w.-]+)|(?P<timm>[a-z]\w*_patch\d+_\w+(?:\.\w+)?)")  # owner/name; timm's
+OPEN_CLIP_CONFIG = "open_clip_config.json"
 FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
 )
 EXPORTED_SUFFIXES = (".onnx", ".pt2")  # of what `vitral export` writes: programs, not weights
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
@@ -64,7 +66,7 @@ class WeightFile:
     container: Container
     headers: dict[str, TensorHeader]
     metadata: dict[str, str]  # of a safetensors file; the configuration in a plain state dict of ours
-    config: dict[str, Any] | None  # config.json in the same folder
+    config: dict[str, Any] | None  # config.json or open_clip_config.json in the same folder
     preprocessor: dict[str, Any] | None  # preprocessor_config.json in the same folder
 
 
@@ -83,7 +85,11 @@ def open_weights(source: Path) -> WeightFile:
     if not headers:
         raise UserError(f"{path} has no tensors: choose another weight file.")
     folder = path.parent
-    config, preprocessor = _json_object(folder / "config.json"), _json_object(folder / "preprocessor_config.json")
+    names = ["config.json", OPEN_CLIP_CONFIG]
+    if path.name.startswith("open_clip"):  # among files of transformers, too
+        names.reverse()
+    config = next((found for name in names if (found := _json_object(folder / name)) is not None), None)
+    preprocessor = _json_object(folder / "preprocessor_config.json")
     return WeightFile(path, shards[0][0], headers, metadata, config, preprocessor)
 
 

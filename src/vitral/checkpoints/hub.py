@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.files import FOLDER_FILES
+from vitral.checkpoints.files import FOLDER_FILES, OPEN_CLIP_CONFIG
 from vitral.cost import Cost
 from vitral.data.parquet import hub_snapshot
 from vitral.errors import UserError, shorten
@@ -27,7 +27,7 @@ classify("photo.jpg")""",
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
 _LICENCE = re.compile(r"[\w.+-]+")  # an identifier, such as apache-2.0; it stands in the metadata as it is
 _MAX_NAMES = 50  # class names that are listed
-_HUB_CONFIGS = ("config.json", "preprocessor_config.json")
+_HUB_CONFIGS = ("config.json", "preprocessor_config.json", OPEN_CLIP_CONFIG)
 
 
 def is_hub_name(source: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from vitral.checkpoints.formats.clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2, OPEN_CLIP
+from vitral.checkpoints.formats.clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2
 from vitral.checkpoints.formats.dino import DINO, DINOV3, HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.google import BIG_VISION, BIG_VISION_SCAN, GOOGLE, GOOGLE_LINEN
 from vitral.checkpoints.formats.hugging_face import (
@@ -17,6 +17,7 @@ from vitral.checkpoints.formats.hugging_face import (
     HUGGING_FACE_MSN,
 )
 from vitral.checkpoints.formats.native import NATIVE
+from vitral.checkpoints.formats.open_clip import OPEN_CLIP
 from vitral.checkpoints.formats.resnets import BIT, HUGGING_FACE_BIT, TIMM_BIT, TIMM_HYBRID
 from vitral.checkpoints.formats.table import Format
 from vitral.checkpoints.formats.timm import TIMM, TORCHVISION

@@ -1,4 +1,4 @@
-"""The image towers of CLIP, SigLIP and SigLIP 2: a folder of Hugging Face, or CLIP as OpenAI and OpenCLIP name it.
+"""The image towers of CLIP, SigLIP and SigLIP 2 in a folder of Hugging Face.
 
 CLIP's projection into the space of texts is a head without a bias; SigLIP's image tower ends in attention pooling.
 """
@@ -25,10 +25,9 @@ from vitral.checkpoints.formats.hf_config import (
     requires,
     shared_config,
     square_only,
-    unsupported,
     vision_config,
 )
-from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture
+from vitral.checkpoints.formats.layout import Layout, layout_entries
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors
 from vitral.errors import UserError
 
@@ -264,103 +263,4 @@ HUGGING_FACE_SIGLIP2 = _format(
     architecture=_siglip2_architecture,
     entries=_siglip2_entries,
     config=_siglip2_config,
-)
-
-
-# ---------------------------------------------------------------------------------------- CLIP of OpenAI and OpenCLIP
-#
-# The image tower with the names of OpenAI's code, which OpenCLIP shares. The projection into the space of texts is a
-# head without a bias, stored transposed. A file does not state its GELU: OpenAI's own models have the "quick" one,
-# those that OpenCLIP trained mostly the exact one.
-
-_BLOCK = "visual.transformer.resblocks"
-_OPEN = Layout(
-    patches="visual.conv1",
-    positions="visual.positional_embedding",
-    class_token="visual.class_embedding",
-    pre_norm="visual.ln_pre",
-    block=_BLOCK + ".{}",
-    norm1="ln_1",
-    qkv=("attn.in_proj",),
-    qkv_separator="_",
-    out="attn.out_proj",
-    norm2="ln_2",
-    hidden="mlp.c_fc",
-    output="mlp.c_proj",
-    scales=("ls_1.gamma", "ls_2.gamma"),
-    norm="visual.ln_post",
-    embedding=True,
-)
-_OPENAI = "input_resolution"  # in the state dict of OpenAI's programs only
-_OPEN_UNUSED = re.compile(
-    r"text\.|transformer\.|token_embedding\.|positional_embedding$|ln_final\.|text_projection|logit_scale$|logit_bias$"
-    r"|(input_resolution|context_length|vocab_size|attn_mask)$"
-)
-
-
-def _open_architecture(header: CheckpointHeader) -> ViTConfig:
-    """CLIPA's towers have no norm before the blocks, pool by the mean and normalise it; no tensor shows the pooling."""
-    pre_norm, pool = header.has("visual.ln_pre.weight"), header.hints.pool
-    if header.has("visual.attn_pool.query"):
-        raise UserError("it pools by attention with queries, as OpenCLIP's CoCa does: use open_clip for it.")
-    if not pre_norm and pool is None:
-        raise UserError(
-            "the file has no LayerNorm before its blocks, as OpenCLIP's CLIPA, and does not state its pooling: "
-            'pass pool="mean" for CLIPA, else pool="token".'
-        )
-    return plain_architecture(
-        header,
-        _OPEN,
-        norm_place="tokens" if pre_norm or pool == "token" else "features",
-        classes=header.size("visual.proj", 2, 1),
-        head_bias=False,
-        patch_bias=False,
-        pre_norm=pre_norm,
-        norm_eps=1e-5,
-        gelu="quick" if header.has(_OPENAI) else "erf",
-        resize="timm",  # OpenCLIP resizes its positions by cubic interpolation with antialiasing
-    )
-
-
-def _open_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    gelu = (
-        "quick GELU, as of OpenAI's models"
-        if c.gelu == "quick"
-        else "exact (erf) GELU, which OpenAI's models and OpenCLIP's with -quickgelu in their name do not have"
-    )
-    pooled = "the class token as the feature" if c.pool == "token" else "the mean of the patches as the feature"
-    if c.pool == "mean":
-        pooled += f" {'after' if c.norm_place == 'tokens' else 'before'} the last LayerNorm"
-    parts = f"{c.heads} heads, {pooled}, a LayerNorm epsilon of 1e-5 and the {gelu}"
-    notes = [f"assumed: {parts}; pass heads=, pool= or gelu= if not"]
-    count = sum(bool(_OPEN_UNUSED.match(key)) for key in header.shapes)
-    return (*notes, f"text tower not read ({count} tensors)") if count else tuple(notes)
-
-
-def _open_entries(c: ViTConfig) -> list[Entry]:
-    projection = Entry("visual.proj", "head.output.weight", (c.width, c.classes), axes=(1, 0))
-    return layout_entries(_OPEN, replace(c, classes=0)) + ([projection] if c.classes else [])
-
-
-def _open_reason(c: ViTConfig) -> str | None:
-    if c.norm_eps != 1e-5 or c.gelu != "erf":
-        return "its file would be read with a LayerNorm epsilon of 1e-5 and the exact (erf) GELU: write hf-clip instead"
-    return square_only(c)
-
-
-_OPEN_ACCEPTS = {"pre_norm": (True,), "layer_scale": (True, False), "patch_bias": (False,)}
-_OPEN_TOWERS = (
-    Variant("CLIP", True, {**_OPEN_ACCEPTS, "head_bias": (False,), "norm_place": ("tokens", "features")}, _open_reason),
-    Variant("CLIP", False, {**_OPEN_ACCEPTS, "norm_place": ("tokens", "features")}, _open_reason),
-)
-
-OPEN_CLIP = Format(
-    name="open_clip",
-    title="CLIP as OpenAI and OpenCLIP name it, the image tower (safetensors)",
-    recognises=lambda header: header.has(f"{_BLOCK}.0.attn.in_proj_weight"),
-    architecture=_open_architecture,
-    entries=_open_entries,
-    unsupported_reason=unsupported(_OPEN_TOWERS),
-    assumptions=_open_assumptions,
-    ignored=_OPEN_UNUSED.pattern,
 )
