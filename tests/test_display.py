@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vitral import display
-from vitral.display import Display
+from vitral.display import Display, duration
 from vitral.events import Note, Progress, RunStarted, StepDone
 
 
@@ -48,6 +48,17 @@ def test_each_evaluation_starts_the_time_left_anew(shown, monkeypatch):
             shown(Progress("evaluating", done, 400))
             texts.append(bar(shown).split("images")[1].strip())
     assert texts == ["", "30 s left", "20 s left"] * 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0, "0.0 s"), (9.94, "9.9 s"), (9.97, "10 s"), (59.4, "59 s"), (59.7, "1 min 0 s"), (90, "1 min 30 s")),
+        *((179.7, "3 min 0 s"), (3599.4, "59 min 59 s"), (3599.8, "1 h 0 min"), (7199, "2 h 0 min")),
+    ],
+)
+def test_no_duration_has_60_seconds_or_minutes(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_notes_are_wrapped_between_words(shown, capsys):
