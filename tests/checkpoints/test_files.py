@@ -535,6 +535,15 @@ def test_a_missing_path_and_an_empty_folder(tmp_path):
         open_weights(tmp_path)
 
 
+def test_an_unfinished_run_is_named_and_not_a_folder_in_it(tmp_path):
+    for name in ("recipe.toml", "data.json", "best.safetensors", "pixels/train.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    says = f"the run in .*{tmp_path.name} is not finished: resume it with the same `vitral train` command and its --out"
+    with pytest.raises(UserError, match=says):
+        open_weights(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -140,6 +140,9 @@ def _find(source: Path) -> Path:
     for name in FOLDER_FILES:
         if (source / name).is_file():
             return source / name
+    if (source / "recipe.toml").is_file() and (source / "data.json").is_file():
+        fix = "resume it with the same `vitral train` command and its --out"
+        raise UserError(f"the run in {source} is not finished: {fix}.")
     files = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
     if not files and (seeds := sorted(source.glob("seed-*/"))):
         raise UserError(f"{source} has several runs: name one of them, such as {seeds[0]}.")
