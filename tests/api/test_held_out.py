@@ -153,7 +153,13 @@ def test_a_training_image_in_the_test_split_is_named(tmp_path):
     for split in ("train", "test"):
         make_pictures(tmp_path / "data" / split, images=3, size=12 if split == "train" else 14)
     shutil.copy(tmp_path / "data/train/class-0/0.png", tmp_path / "data/test/class-0/0.png")
-    train(tmp_path / "data", tmp_path / "run", "steps=1")
+    notes = said(tmp_path / "data", tmp_path / "run", "steps=1")
+    repeats = [note for note in notes if "byte for byte" in note]
+    assert repeats == [
+        "1 of the 9 test images equals a training image byte for byte, so that scores are too high: `vitral check` "
+        "lists the copies"
+    ]
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["notes"] == repeats
     found = vitral.evaluate(tmp_path / "run", tmp_path / "data", device="cpu")
     assert found.notes[1] == "1 of them equals a training image byte for byte."
     assert found.metrics["n"] == 9

@@ -282,7 +282,7 @@ def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
     assert found.as_dict()["chosen_on"] == "val"
     assert [trial["n"] for trial in found.as_dict()["trials"]] == [6, 6]
     notes = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())["notes"]
-    assert notes == ["Evaluated on test (9 images)."]
+    assert notes[0] == "Evaluated on test (9 images)."
     for run, split, score in (
         ("seed-1", "test", found.outcome.seed_scores[1]),
         ("sweep/optim.lr=0.01", "val", found.outcome.trials[1].score),

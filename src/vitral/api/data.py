@@ -294,8 +294,7 @@ def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
     if split is not None and contents is not None:
         hashes = content_hashes(split)
         if split.name in contents.splits and hashes == contents.splits[split.name].hashes:
-            trained = contents.hashes(["train"])
-            repeated = sum(digest in trained for digest in hashes)
+            repeated = contents.repeated(split.name)
             equal = f"{repeated:,} of them equal{'s' * (repeated == 1)} a training image byte for byte."
             scored = _all(split, _held_out_note(split), *([equal] if repeated else []))
             return scored._replace(held_out=record.fitted(split))

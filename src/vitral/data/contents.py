@@ -42,7 +42,7 @@ class SplitContents:
 class RunContents:
     """The images of a run: its splits by name, train included, or the reason why they were not hashed."""
 
-    splits: dict[str, SplitContents]
+    splits: dict[str, SplitContents]  # train first
     evaluated: str  # the split that the result of the run is of
     reason: str = ""
 
@@ -70,6 +70,21 @@ class RunContents:
     def hashes(self, names: Iterable[str]) -> set[str]:
         """The hashes of the images of these splits."""
         return {digest for name in names for digest in self.splits[name].hashes if digest}
+
+    def repeated(self, name: str) -> int:
+        """The number of images of a split that equal a training image byte for byte."""
+        trained = self.hashes(list(self.splits)[:1])  # train, whatever its name
+        return sum(digest in trained for digest in self.splits[name].hashes)
+
+    def repeats(self) -> list[str]:
+        """A note per split that was held out and shares images with train."""
+        counts = {name: self.repeated(name) for name in list(self.splits)[1:]}
+        return [
+            f"{count:,} of the {len(self.splits[name].hashes):,} {name} images equal{'s' * (count == 1)} a training "
+            "image byte for byte, so that scores are too high: `vitral check` lists the copies"
+            for name, count in counts.items()
+            if count
+        ]
 
     def changed(self, split: Split) -> list[str]:
         """The keys of images whose content is another than in the run's split of this name; keys and order must agree.

@@ -198,10 +198,13 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnP
     contents = RunContents.of(data, reported.name if reported is not None else "", on_event)
     if contents.reason:
         on_event(Note(f"{contents.reason}: replaced images are not detected when the run is resumed"))
+    repeats = contents.repeats()
+    for note in repeats:
+        on_event(Note(note))
     facts = {
         "source": data.source,
         **_fingerprints(data, recipe),
-        "notes": list(data.messages),
+        "notes": [*data.messages, *repeats],
         "own_parts": own_parts.describe(),
     }
     folder.write_text("recipe.toml", recipes.to_toml(recipe))
