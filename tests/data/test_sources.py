@@ -181,6 +181,24 @@ def test_folder_with_splits_links_and_other_files(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["train/pets/cats/1.png", "train/pets/dogs/2/2.png"], "2 sub-folders of pets are read as one class."),
+        (["train/pets/cats/1.png", "test/pets/dogs/2.png"], "2 sub-folders of pets are read as one class."),
+        (
+            [f"train/{name}/{inner}/1.png" for name in "abcdef" for inner in "xyz"],
+            "Sub-folders of 6 classes are read as one class each: a (3), b (3), c (3), d (3), ...",
+        ),
+        (["train/pets/images/1.png", "train/pets/images/2.png"], None),  # as Tiny ImageNet has them
+        (["train/pets/cats/1.png", "train/pets/.dogs/2.png"], None),
+    ],
+)
+def test_sub_folders_that_become_one_class_are_named(tmp_path, names, note):
+    plant(tmp_path, "train/birds/1.png", "test/birds/2.png", "train/pets/0.png", "test/pets/0.png", *names)
+    assert open_data(tmp_path).notes[:1] == ((note,) if note else ())
+
+
 def test_val_is_evaluated_and_test_left_alone(tmp_path):
     names = [f"{split}/{label}/{split}.png" for split in ("train", "test", "validation") for label in "ab"]
     data = open_data(plant(tmp_path, *names))

@@ -119,6 +119,7 @@ class ImageListing:
     others: Counter[str] = field(default_factory=Counter)  # files that are no images, by extension
     unsupported: list[str] = field(default_factory=list)  # images in formats that are not read
     loose: int = 0  # images next to the class folders
+    inner: dict[str, set[str]] = field(default_factory=dict)  # by class, its sub-folders that have images
 
     def notes(self) -> list[str]:
         notes = []
@@ -134,7 +135,18 @@ class ImageListing:
             notes.append(f"Left out {total} {files} ({counts}).")
         if self.loose:
             notes.append(f"Left out {self.loose} image{'s' * (self.loose != 1)} beside the class folders.")
-        return notes
+        return [*notes, *self._merged()]
+
+    def _merged(self) -> list[str]:
+        """A note about classes with several sub-folders, which may have been meant as classes."""
+        counts = {name: len(folders) for name, folders in self.inner.items() if len(folders) > 1}
+        if not counts:
+            return []
+        if len(counts) == 1:
+            return [f"{count} sub-folders of {name} are read as one class." for name, count in counts.items()]
+        named = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:4])
+        more = ", ..." if len(counts) > 4 else "."
+        return [f"Sub-folders of {len(counts)} classes are read as one class each: {named}{more}"]
 
 
 def read_folder(folder: Path, *, held_out: float, empty: bool = False) -> DataSet:
@@ -221,6 +233,7 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
         images = find_images(folder, f"{below}{name}/", listing).names[start:]
         if not (images or empty) and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
             raise EmptyClass(folder, f"{below}{name}")
+        listing.inner.setdefault(name, set()).update(_first_folders(images, f"{below}{name}/"))
         names += images
         labels += [name] * len(images)
     loose = sum(_has_image_extension(entry) for entry in _entries(str(folder / below)))
@@ -232,6 +245,12 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
         raise UserError(f"{folder / below} has {contents}: {advice}.")
     listing.loose += loose
     return RawSplit(names, labels, FileReader(str(folder), names))
+
+
+def _first_folders(names: Sequence[str], below: str) -> set[str]:
+    """The folders in `below`, which ends in "/", that these files are in or below."""
+    rests = (name[len(below) :].partition("/") for name in names)
+    return {folder for folder, slash, _ in rests if slash}
 
 
 def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> None:
