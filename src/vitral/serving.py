@@ -109,7 +109,7 @@ def write_results(path: Path, results: PredictionResults) -> None:
 
 
 def _write_csv(path: Path, results: PredictionResults) -> None:
-    """One line per image: path, class_1, probability_1, class_2, ..., and error, empty for predicted images."""
+    """One line per image, in their order: path, class_1, probability_1, ..., and error, empty for predicted images."""
     top = max((len(row.names) for row in results.rows), default=0)
     columns = [name for rank in range(1, top + 1) for name in (f"class_{rank}", f"probability_{rank}")]
     # File names need not be valid UTF-8; their bytes are written unchanged.
@@ -119,12 +119,13 @@ def _write_csv(path: Path, results: PredictionResults) -> None:
     ):
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(["path", *columns, "error"])
-        for row in results.rows:
-            pairs = zip(row.names, row.probabilities, strict=True)
+        for image in results.images:
+            if isinstance(image, UnreadableImage):
+                writer.writerow([_inert(image.path), *[""] * len(columns), _inert(image.reason)])
+                continue
+            pairs = zip(image.names, image.probabilities, strict=True)
             cells = [cell for name, value in pairs for cell in (_inert(name), f"{value:.6f}")]
-            writer.writerow([_inert(row.path), *cells, ""])
-        for image in results.unreadable:
-            writer.writerow([_inert(image.path), *[""] * len(columns), _inert(image.reason)])
+            writer.writerow([_inert(image.path), *cells, ""])
 
 
 def _inert(cell: str) -> str:

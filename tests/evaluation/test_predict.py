@@ -321,10 +321,11 @@ def test_results_name_every_picture_once(model, pictures, tmp_path):
 
     write_results(tmp_path / "out" / "x.csv", result)
     lines = list(csv.DictReader(io.StringIO((tmp_path / "out" / "x.csv").read_text("utf-8"))))
-    assert [line["path"] for line in lines] == [row.path for row in result.rows] + [result.unreadable[0].path]
-    assert [line["class_1"] for line in lines] == [*(row.names[0] for row in result.rows), ""]
+    assert [line["path"] for line in lines] == list(pictures.keys)
+    assert [line["class_1"] for line in lines if line["class_1"]] == [row.names[0] for row in result.rows]
     assert float(lines[0]["probability_3"]) == pytest.approx(result.rows[0].probabilities[2], abs=1e-6)
-    assert [line["error"] for line in lines] == ["", "", "", result.unreadable[0].reason]
+    broken = [os.path.basename(line["path"]) == "broken.png" for line in lines]
+    assert [line["error"] for line in lines] == [result.unreadable[0].reason * row for row in broken]
 
     write_results(tmp_path / "x.json", result)
     assert json.loads((tmp_path / "x.json").read_text("utf-8")) == result.as_dict()
