@@ -16,6 +16,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
 from vitral.names import parse
 from vitral.recipe import (
+    _FOREIGN_KEYS,
     Recipe,
     architecture_of,
     from_dict,
@@ -102,6 +103,11 @@ def test_an_override_sets_a_typed_value(word, key, value):
     assert found == values(Recipe()) | {key: value}
 
 
+def test_the_names_of_other_libraries_stand_for_keys():
+    assert set(_FOREIGN_KEYS.values()) <= set(keys())
+    assert {key.rpartition(".")[2] for key in keys()}.isdisjoint(_FOREIGN_KEYS)
+
+
 def test_overrides_may_be_a_mapping():
     changes = {"optim.lr": 0.01, "batch": "1e3", "data.mean": [0.1, 0.2, 1], "compile": True, "optim.name": "adam"}
     recipe = with_overrides(Recipe(), changes)
@@ -134,6 +140,9 @@ def test_one_length_replaces_the_other():
         ("optm.lr=1", "did you mean optim.lr?"),
         ("lr=1", "did you mean optim.lr?"),
         ("optim.momentun=0.9", "did you mean optim.momentum"),
+        ("regularization.drop_path=0.1", "did you mean regularization.stochastic_depth?"),
+        ("smoothing=0.1", "did you mean regularization.label_smoothing?"),
+        ("optim.opt=sgd", "did you mean optim.name?"),
         ("schedule.steps=1", "did you mean steps?"),
         ("frobnicate=1", "vitral show"),
         ("optim.lr", "key=value"),

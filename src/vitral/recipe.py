@@ -22,6 +22,19 @@ from vitral.recipe_schema import Recipe, keys, values
 Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.lr=0.01"] or {"optim.lr": 0.01}
 _FLIPS = {"flip", "flip()", "flip_lr", "hflip", "horizontal_flip"}  # steps of a transform
 Sweep = Sequence[str] | Mapping[str, Sequence[Any]]  # ["optim.lr=0.003,0.01"] or {"optim.lr": [0.003, 0.01]}
+# Names of timm, transformers and torchvision, without their section, for keys that mean the same.
+_FOREIGN_KEYS = {
+    **dict.fromkeys(("drop_path", "drop_path_rate"), "regularization.stochastic_depth"),
+    "drop_rate": "regularization.dropout",
+    **dict.fromkeys(("attn_drop_rate", "attention_probs_dropout_prob"), "regularization.attention_dropout"),
+    **dict.fromkeys(("smoothing", "label_smoothing_factor"), "regularization.label_smoothing"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
+    **dict.fromkeys(("opt", "optimizer"), "optim.name"),
+    **dict.fromkeys(("clip_grad", "grad_clip", "max_grad_norm"), "optim.clip"),
+    **dict.fromkeys(("sched", "scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule.kind"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "schedule.warmup"),
+    **{"wd": "optim.weight_decay", "input_size": "image", "num_train_epochs": "epochs"},
+}
 
 
 def from_dict(settings: Mapping[str, Any]) -> Recipe:
@@ -201,6 +214,7 @@ def _check_key(key: str) -> None:
         return
     leaf = key.rpartition(".")[2]
     near = [name for name in keys() if name.rpartition(".")[2] == leaf]
+    near = near or [key for name, key in _FOREIGN_KEYS.items() if name == leaf]
     near = near or difflib.get_close_matches(key, keys(), n=2, cutoff=0.6)
     near = near or [name for name in keys() if name.startswith(f"{key.split('.')[0]}.")]
     hint = f"did you mean {' or '.join(near)}?" if near else "`vitral show` prints every key."
