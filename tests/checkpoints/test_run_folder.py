@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,16 @@ def test_a_finished_run_is_not_done_again(pictures, whole, tmp_path):
     assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in whole.iterdir())
     with pytest.raises(UserError, match=r"optim\.lr"):
         train(pictures, run, "keep=3", "optim.lr=0.02")
+
+
+def test_what_makes_a_run_another_one_is_named(pictures, whole, tmp_path):
+    """The data before the settings that it led to, and a key that has no value in words."""
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    other = make_pictures(tmp_path / "my data", images=9)
+    both = f'\\(its data was "{re.escape(str(pictures))}" and is "{re.escape(str(other))}"\\)'
+    with pytest.raises(UserError, match=both):
+        train(other, run, "evaluate_every=5")
+    with pytest.raises(UserError, match=r"\(data\.held_out was 0\.2 and is 0\.4\)"):
+        train(pictures, run, "data.held_out=0.4")
+    with pytest.raises(UserError, match=r"\(data\.augment was not given and is flip\)"):
+        train(pictures, run, "data.augment=flip")

@@ -34,6 +34,8 @@ from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 _DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
 # May differ in a resumed run: they affect memory, speed and disk, but not the result.
 FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
+# They choose the images of train and of the other splits.
+_IMAGE_KEYS = {"patience", *(f"data.{name}" for name in ("held_out", "dev", "subset", "subset_seed", "exclude"))}
 
 
 def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: OwnParts | None = None) -> None:
@@ -216,9 +218,13 @@ def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: 
     """Raise UserError if a resumed run has another recipe, other images or other parts than before."""
     before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
     keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
-    changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
+    changed = [f"{key} was {_stated(before[key])} and is {_stated(now[key])}" for key in keys]
     facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data, recipe)
-    changed += [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
+    others = [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
+    if others and (source := facts.get("source")) != data.source:
+        others = [f'its data was "{source}" and is "{data.source}"']
+    # Settings that are chosen for the data differ because the data does, unless a setting chooses other images.
+    changed = [*others, *changed] if _IMAGE_KEYS.isdisjoint(keys) else [*changed, *others]
     old_parts, new_parts = facts.get("own_parts", {}), own_parts.describe()
     changed += [
         f"its {name} was {old_parts.get(name, 'vitral')} and is {new_parts.get(name, 'vitral')}"
@@ -228,6 +234,10 @@ def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: 
     if changed:
         raise UserError(f"{folder.path} contains another run ({changed[0]}): choose another folder, or remove it.")
     _check_contents(folder, data, recipe)
+
+
+def _stated(value: object) -> object:
+    return "not given" if value == "" else value
 
 
 def _check_contents(folder: RunFolder, data: DataSet, recipe: Recipe) -> None:
