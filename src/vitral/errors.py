@@ -47,7 +47,15 @@ def _length(text: str) -> int:
 
 
 class Interrupted(Exception):
-    """A run was stopped by a signal; its state is saved."""
+    """A run was stopped by a signal; its state is saved. The CLI exits with 128 plus the number of the signal."""
+
+    exit_code = 130  # of SIGINT
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM ended a run at once, as Ctrl-C would."""
+
+    exit_code = 143
 
 
 class PartsWritten(Exception):

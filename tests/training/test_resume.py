@@ -252,7 +252,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
         begun = read_until("step 20 is done", program)
         program.send_signal(name)
         _, errors = program.communicate(timeout=PATIENCE)
-        assert program.returncode == 130, errors
+        assert program.returncode == 128 + name, errors
         assert errors.count("stopping after this step; press Ctrl-C again to stop immediately\n") == 1
         last = errors.splitlines()[-1]
         assert "Traceback" not in errors
@@ -412,7 +412,7 @@ def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeyp
 
     monkeypatch.setattr(Display, "_show_step", step)
     said = command(verb, pictures, "--model", MODEL, "--device", "cpu", "--set", *TINY)
-    assert said.code == 130
+    assert said.code == 143
     before, _, words = said.err.splitlines()[-1].partition("; resume with: vitral ")
     assert before == "stopped; the state of step 6 is saved"
     assert shlex.split(words)[-2] == "--out"
@@ -422,10 +422,11 @@ def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeyp
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-def test_the_way_on_is_said_before_the_first_step_too(pictures, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vitral.training.run.estimate_resources", lambda *_: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_the_way_on_is_said_before_the_first_step_too(name, pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vitral.training.run.estimate_resources", lambda *_: signal.raise_signal(name))
     out = str(tmp_path / "my run")
     said = Command(monkeypatch, capsys)("train", pictures, f"--out={out}", "--set", *TINY)
-    assert said.code == 130
+    assert said.code == 128 + name
     words = shlex.join(["train", str(pictures), f"--out={out}", "--set", *TINY])
     assert said.err.splitlines()[-1] == f"stopped; resume with: vitral {words}"

@@ -46,7 +46,7 @@ _OURS = ("array", "chdir", "error", "input", "job-name", "open-mode", "output", 
 _LARGEST = 1000  # tasks of an array; Slurm's own limit is 1001 unless a cluster changes it
 _AT_A_TIME = 256  # tasks of an array, unless the user says otherwise
 _ITEM = "@ITEM@"
-# 130: stopped, and the state is saved; 143: ended by SIGTERM where there was none. A job that never gets on must end.
+# 130: stopped by Ctrl-C; 143: by SIGTERM, with or without a saved state. A job that never gets on must end.
 _REQUEUE = (
     "code=$?",
     f'case $code in 130|143) [ "${{{RESTARTED}:-0}}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" ;; esac',

@@ -95,8 +95,8 @@ def main() -> None:
         if not _ran_out_of_memory(error):
             raise
         _fail("there is not enough memory for this: choose a smaller batch, image or model.")
-    except (KeyboardInterrupt, Interrupted):
-        sys.exit(130)
+    except (KeyboardInterrupt, Interrupted) as stop:
+        sys.exit(getattr(stop, "exit_code", 130))  # 130: Ctrl-C, 143: SIGTERM
 
 
 def run_verb(name: str, arguments: list[str]) -> None:
@@ -162,7 +162,7 @@ def _resume_hint(display: Display, resumes: bool) -> Iterator[None]:
         if display.folder and resumes:  # otherwise the run has not begun
             saved = f"; the state of step {display.saved_step:,} is saved" if display.saved_step else ""
             display.print(f"stopped{saved}; resume with: {_same_command(display.folder)}")
-        sys.exit(130)
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (display.folder and resumes):
             raise

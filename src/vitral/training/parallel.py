@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from vitral.errors import UserError
+from vitral.errors import Interrupted, Terminated, UserError
 from vitral.models.build import default_device
 
 Strategy = Literal["ddp", "fsdp"]
@@ -196,6 +196,7 @@ class StopRequests:
         self._notified = threading.Event()
         self._stepping = False
         self._requested_at = 0.0
+        self.signal = signal.SIGINT  # the first one received
 
     def __call__(self) -> bool:
         self._stepping = True
@@ -204,13 +205,13 @@ class StopRequests:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if not self.requested:
-            self.requested, self._requested_at = True, time.monotonic()
+            self.requested, self._requested_at, self.signal = True, time.monotonic(), signal.Signals(number)
             if not self._stepping:
-                raise KeyboardInterrupt
+                raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
             # The display may need a lock that the interrupted code holds; threading.Thread takes one, too.
             _thread.start_new_thread(self._notify_user, ())
         elif time.monotonic() - self._requested_at > _REPEATED:
-            raise KeyboardInterrupt
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def _notify_user(self) -> None:
         try:
@@ -237,6 +238,9 @@ def stop_requests(notify: Callable[[], None] = lambda: None) -> Iterator[StopReq
     before = {number: signal.signal(number, requests.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield requests
+    except Interrupted as stop:
+        stop.exit_code = 128 + requests.signal
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
