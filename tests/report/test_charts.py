@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.evaluation.calibration import reliability
+from vitral.evaluation.calibration import ReliabilityBin, reliability
 from vitral.report import charts
 
 
@@ -92,6 +92,17 @@ def test_reliability_bars_have_the_height_of_their_accuracy():
     for bar, row in zip(bars, filled, strict=True):
         assert float(bar.get("height")) == pytest.approx(row.accuracy * inner, abs=0.06)
         assert f"{row.count:,} images" in bar.find("title").text
+
+
+def test_bars_that_are_too_low_to_be_seen_have_a_dot():
+    shares = (0.0, 0.005, 0.05, 0.5)
+    bins = [ReliabilityBin(i / 4, (i + 1) / 4, 10, (i + 0.5) / 4, share) for i, share in enumerate(shares)]
+    dots = parsed(charts.reliability_chart([*bins, ReliabilityBin(0.9, 1.0, 0, 0.0, 0.0)])).findall("circle")
+    assert [dot.find("title").text for dot in dots] == [
+        "10 images, confidence 12.5%, accuracy 0.0%",
+        "10 images, confidence 37.5%, accuracy 0.5%",
+    ]
+    assert float(dots[0].get("cy")) == charts.HEIGHT - charts.BOTTOM
 
 
 def test_heat_goes_from_dark_to_bright():

@@ -23,6 +23,7 @@ WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 72, 24, 14, 46
 COLOUR_MAP = np.array([(4, 4, 20), (72, 18, 104), (176, 46, 94), (244, 128, 42), (252, 246, 170)], np.float64)
 _DOTTED_UP_TO = 30  # points of a line that has a dot for each
+_LOW_BAR = 4.0  # height below which a bar has a dot, so that it is seen
 _FILE_STYLE = """
 svg { --s1: #2f5fb3; --s2: #c8553d; --s3: #2a8a7e; --ink: #5c6270; --line: #dfdbd1; --paper: #fffefb; }
 @media (prefers-color-scheme: dark) {
@@ -71,7 +72,7 @@ def dot_chart(rows: np.ndarray, *, x: str, y: str, highest: float, row: str, dot
 
 
 def reliability_chart(bins: Sequence[ReliabilityBin]) -> str:
-    """Draw accuracy by confidence as bars (SVG); a calibrated model stays on the diagonal."""
+    """Draw accuracy by confidence as bars, or dots if about 0 % (SVG); a calibrated model stays on the diagonal."""
     panel = Panel([(0, 0), (1, 1)], "confidence", "accuracy", percent=True, percent_x=True)
     parts = [f'<polyline class="guide" points="{panel.polyline([(0, 0), (1, 1)])}"/>']
     most = max(row.count for row in bins)
@@ -85,6 +86,8 @@ def reliability_chart(bins: Sequence[ReliabilityBin]) -> str:
             f'<rect class="s1" x="{left + 1:.1f}" y="{top:.1f}" width="{right - left - 2:.1f}" '
             f'height="{base - top:.1f}" fill-opacity="{opacity:.2f}"><title>{tooltip}</title></rect>'
         )
+        if base - top < _LOW_BAR:
+            parts.append(panel.dot(((row.low + row.high) / 2, row.accuracy), 1, tooltip))
     return panel.svg(parts, "Accuracy by confidence, with the diagonal of perfect calibration")
 
 

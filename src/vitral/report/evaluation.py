@@ -245,7 +245,8 @@ def _calibration_section(
     measures = table("measures", ["probabilities", "calibration error", "log loss"], cells)
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
-        "stronger colour means more images. The calibration error is the mean distance of the bars from the line."
+        "stronger colour means more images, and a dot is a bar of about 0 %. The calibration error is the mean "
+        "distance of the bars from the line."
     )
     about += f" {escape(fitted[0].upper() + fitted[1:])}." if fitted else ""
     remedy = f'<p class="says short">{_remedy(reliability, metrics, advice, sigmoid)}</p>'
