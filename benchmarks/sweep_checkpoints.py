@@ -1,4 +1,5 @@
-"""Read every ViT of timm and the classes of transformers, and compare outputs: how many are right, refused, or wrong?
+"""Read every ViT of timm, the classes of transformers and OpenCLIP's own towers, and compare outputs: how many are
+right, refused, or wrong?
 
 PYTHONPATH=src:tests/helpers/repair python benchmarks/sweep_checkpoints.py --only "vit_*siglip*"
 
@@ -10,7 +11,8 @@ alone       the weight file only, called weights.safetensors; its header is that
             architecture must be the one that config.json gives, whose outputs were compared
 named       as alone, but the file has the model's name
 
-Those of transformers are small; alone, their outputs are compared as well.
+Those of transformers are small; alone, their outputs are compared as well. OpenCLIP's are left out if it is not
+installed, and have its open_clip_config.json for config.json.
 
 Refusals are right only if they are UserErrors. The exit status is 1 if any model is wrong.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import collections
 import fnmatch
+import importlib.util
 import json
 import re
 import sys
@@ -27,14 +30,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 import hf_cases
 import timm_cases
 import timm_factories
+from oracles import randomised
 
 from vitral.architecture import Architecture
 from vitral.checkpoints.weights import Description, assemble, describe, read
@@ -83,6 +89,39 @@ def hf_case(name: str, case: hf_cases.HfCase) -> Case:
     return Case(f"transformers: {name}", gap, gap_alone=lambda folder: gap(folder, alone=True))
 
 
+def open_clip_cases() -> list[Case]:
+    """The towers of OpenCLIP's configurations that are neither timm's nor ResNets."""
+    if importlib.util.find_spec("open_clip") is None:
+        return []
+    import open_clip  # type: ignore[import-not-found]
+
+    configs = {name: open_clip.get_model_config(name) for name in open_clip.list_models()}
+    own = {name: config for name, config in configs.items() if isinstance(config["vision_cfg"].get("layers"), int)}
+    return [open_clip_case(f"open_clip: {name}", config) for name, config in own.items()]
+
+
+def open_clip_case(name: str, config: dict[str, Any]) -> Case:
+    heads, patch = config["vision_cfg"].get("head_width", 64), config["vision_cfg"].get("patch_size", 16)
+    vision = {**config["vision_cfg"], "layers": 2, "width": 2 * heads, "image_size": 4 * patch}
+
+    def gap(folder: Path, *, alone: bool = False) -> float:
+        from open_clip.model import _build_vision_tower  # type: ignore[import-not-found]
+
+        tower = randomised(_build_vision_tower(32, vision, config.get("quick_gelu", False)))
+        pixels = torch.randn(2, 3, 4 * patch, 4 * patch, generator=torch.Generator().manual_seed(0))
+        tensors = {f"visual.{key}": tensor.contiguous() for key, tensor in tower.state_dict().items()}
+        save_file(tensors, folder / "open_clip_model.safetensors")
+        if not alone:
+            stated = {"model_cfg": {**config, "vision_cfg": vision}, "preprocess_cfg": {}}
+            (folder / "open_clip_config.json").write_text(json.dumps(stated))
+        with torch.no_grad():
+            theirs = tower(pixels)
+            ours = assemble(read(folder).weights)(pixels)
+        return timm_cases.relative_gap(ours, theirs[0] if isinstance(theirs, tuple) else theirs)
+
+    return Case(name, gap, gap_alone=lambda folder: gap(folder, alone=True))
+
+
 def classify(case: Case, mode: str, folder: Path) -> tuple[str, str]:
     """ "right", "refused" or "wrong", and why."""
     try:
@@ -125,6 +164,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every result to this file")
     options = parser.parse_args()
     cases = [*map(timm_case, timm_factories.names(PATTERNS)), *(hf_case(*item) for item in hf_cases.HF_CASES.items())]
+    cases += open_clip_cases()
     cases = [case for case in cases if any(fnmatch.fnmatch(case.name, only) for only in options.only)]
     results: dict[str, dict[str, tuple[str, str]]] = {mode: {} for mode in options.modes}
     for count, case in enumerate(cases, 1):
