@@ -1,4 +1,4 @@
-"""Inference on a CPU: the last block computes the class token alone if nothing can tell, and all tokens otherwise."""
+"""One image on a CPU: the last block computes the class token alone if nothing can tell, and all tokens otherwise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_model(**changes: Any) -> ViT:
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(1))
+    return torch.randn(1, 3, 24, 24, generator=torch.Generator().manual_seed(1))
 
 
 def whole(model: ViT, images: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_the_class_token_alone_has_the_same_logits(kind, images):
     qkv, others = weights[0], weights[1:]
     assert qkv == 3 * 32 * 32
     relative = model.config.position in ("relative", "bias")  # which exist between all tokens
-    assert saved(model, images) == (0 if relative else 4 * (9 + model.config.registers) * sum(others))
+    assert saved(model, images) == (0 if relative else (9 + model.config.registers) * sum(others))
 
 
 @torch.no_grad()
@@ -135,6 +135,13 @@ def test_all_tokens_are_computed_where_something_could_tell(images):
         assert saved(model, images)
         change(model)
         assert saved(model, images) == 0, name
+
+
+@torch.no_grad()
+def test_batches_have_the_bits_of_all_tokens(images):
+    model, batch = make_model(), images.expand(3, -1, -1, -1)
+    assert not saved(model, batch)
+    assert torch.equal(model(batch), whole(model, batch))
 
 
 @torch.no_grad()
@@ -192,7 +199,7 @@ def test_observers_see_all_tokens(images):
 
     model.blocks[-1].attention.observers.append(Recorder())
     model(images)
-    assert shapes == [(4, 2, 10, 16)]
+    assert shapes == [(1, 2, 10, 16)]
 
 
 @torch.no_grad()

@@ -131,16 +131,18 @@ class ViT(VisionModel[ViTConfig]):
         last = len(self.blocks) - 1
         for i in range(last + 1):
             # Of the other tokens, the last block then computes no more than keys and values.
-            shortened = only_class_token and i == last and self._may_shorten_last_block()
+            shortened = only_class_token and i == last and self._may_shorten_last_block(x)
             x = self._apply_block(i, x, positions, grid, rotations[i], queries=1 if shortened else None)
         return self._final_norm(x)
 
-    def _may_shorten_last_block(self) -> bool:
-        """Whether the last block may compute the class token alone: for inference, where it need not have the same
-        bits as `encode`."""
+    def _may_shorten_last_block(self, x: Tensor) -> bool:
+        """Whether the last block may compute the class token alone: for inference with one image, whose bits need not
+        be those of `encode`. Those of larger batches, of one row per image, would depend on the size of the batch."""
         if torch.is_grad_enabled() or torch.jit.is_tracing():  # traces are compared, with gradients and without
             return False
-        return computes_tokens_alone(self.blocks[-1]) and computes_tokens_alone(self.norm)
+        # Exported programs take batches of any size: their parts are not plain, so that they do not ask for it.
+        alone = computes_tokens_alone(self.blocks[-1]) and computes_tokens_alone(self.norm)
+        return alone and x.shape[0] == 1
 
     def intermediates(
         self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
