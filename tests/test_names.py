@@ -287,3 +287,21 @@ def test_a_value_of_another_type_names_what_is_expected(field: str) -> None:
 def test_rotary_positions_are_described_by_their_class() -> None:
     with pytest.raises(UserError, match=r"^rope must be a vitral\.architecture\.RopeConfig, not True\.$"):
         parse("ViT-B/16", rope=True)
+
+
+def test_only_a_text_is_a_name() -> None:
+    name: Any = 3
+    with pytest.raises(UserError, match=r"^int is not the name of a model: "):
+        parse(name)
+
+
+@pytest.mark.parametrize("image", [(224,), 224.5, "224", -1])
+def test_an_image_size_is_one_number_or_two(image: Any) -> None:
+    with pytest.raises(UserError, match=r"^image must be a whole number from 0 to .* or a height and a width, not "):
+        parse("ViT-B/16", image=image)
+
+
+@pytest.mark.parametrize("norm_eps", [0, -1e-6])
+def test_the_epsilon_of_a_norm_is_above_0(norm_eps: float) -> None:
+    with pytest.raises(UserError, match="norm_eps must be above 0"):
+        parse("ViT-B/16", norm_eps=norm_eps)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from vitral.errors import UserError, shorten
+from vitral.validation import check_fields, check_value
 
 Size = tuple[int, int]  # (height, width), in pixels or in patches
 
@@ -25,7 +23,6 @@ RootPool = Literal["zero", "-inf"]
 #   BiT               google: (w - mean) / sqrt(var + 1e-10), 1e-5       timm: (w - mean) / sqrt(var + 1e-8), 1e-5
 Epsilons = Literal["google", "timm"]
 
-_LARGEST = 1 << 24  # no size of a model is larger; a damaged file may state anything
 _DEEPEST = 1000  # blocks of a model or of a stage, each of which is built as Python objects
 
 AXIAL_HEADS = 8  # of an AxialResNet of any width, as in Axial-DeepLab
@@ -40,7 +37,7 @@ class StemConfig:
     epsilons: Epsilons = "google"
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _check_depth("blocks", *self.blocks)
         if len(self.blocks) > 8:
             raise UserError(f"a stem has at most 8 stages, not {len(self.blocks)}.")
@@ -80,7 +77,7 @@ class RopeConfig:
     periods: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.temperature <= 0:
             raise UserError(f"temperature must be above 0, not {self.temperature}.")
 
@@ -132,11 +129,13 @@ class ViTConfig:
     stochastic_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _check_positive(self, "depth", "width", "mlp", "heads", "patch", "channels")
         _check_depth("depth", self.depth)
         if not all(0 <= share < 1 for share in (self.dropout, self.attention_dropout, self.stochastic_depth)):
             raise UserError("dropout, attention_dropout and stochastic_depth must be from 0 to below 1.")
+        if self.norm_eps <= 0:
+            raise UserError(f"norm_eps must be above 0, not {self.norm_eps}.")
         if self.width % self.heads:
             raise UserError(f"{self.heads} heads do not divide a width of {self.width}: choose a divisor.")
         if self.pool == "token" and not self.class_token:
@@ -221,7 +220,7 @@ class ResNetConfig:
     axial: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _check_positive(self, "width", "channels")
         _check_depth("blocks", *self.blocks)
         self.grid(self.image)
@@ -260,7 +259,7 @@ class ModuleConfig:
     classes: int
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         _check_positive(self, "channels", "classes")
         if min(self.image) < 1:
             raise UserError(f"an image of {self.image[0]}x{self.image[1]} pixels is empty: set image=(height, width).")
@@ -319,54 +318,10 @@ def _built(config: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def as_size(image: int | Size) -> Size:
-    """224 -> (224, 224); (h, w) stays."""
-    return (image, image) if isinstance(image, int) else (image[0], image[1])
-
-
-@cache
-def _hints(config: type) -> dict[str, Any]:
-    return get_type_hints(config)
-
-
-def _check_fields(config: Any) -> None:
-    """Check the type of every field, and that no number is out of all proportion."""
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal and not (isinstance(value, str) and value in get_args(hint)):
-            raise UserError(f'{name}="{shorten(value)}" is not one of {", ".join(get_args(hint))}.')
-        if not is_a(value, hint):
-            raise UserError(f"{name} must be {_KINDS[hint]}, not {shorten(repr(value))}.")
-
-
-def is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type of a field; an integer is a float as well, but no bool is a number."""
-    if isinstance(hint, UnionType):
-        return any(is_a(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        kinds = get_args(hint)
-        kinds = (kinds[0],) * len(value) if kinds[1:] == (...,) and isinstance(value, tuple) else kinds
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_a, value, kinds))
-    if hint is int:
-        return type(value) is int and 0 <= value <= _LARGEST
-    if hint is float:
-        return type(value) in (int, float) and abs(value) <= _LARGEST and math.isfinite(value)
-    return isinstance(value, NoneType if hint is None else hint)
-
-
-_KINDS = {
-    int: f"a whole number from 0 to {_LARGEST:,}",
-    float: "a number",
-    bool: "true or false",
-    Size: "a height and a width",
-    Size | None: "a height and a width",
-    tuple[int, ...]: "a list of whole numbers",
-    tuple[int, int, int, int]: "four whole numbers",
-    str: "a text",
-    RopeConfig | None: "a vitral.architecture.RopeConfig",
-    StemConfig | None: "a vitral.architecture.StemConfig",
-}
+    """224 -> (224, 224); (h, w), possibly as a list, stays. UserError for anything else."""
+    size = tuple(image) if isinstance(image, list) else image
+    check_value("image", size, int | Size)
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _check_depth(name: str, *counts: int) -> None:

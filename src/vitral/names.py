@@ -87,6 +87,8 @@ def parse(name: str, **changes: Any) -> ModelConfig:
 
     Raises UserError for an unknown name, with the nearest known ones.
     """
+    if not isinstance(name, str):
+        raise UserError(f"{type(name).__name__} is not the name of a model: write one such as ViT-B/16.")
     body, at, image = name.strip().partition("@")
     architecture = _vit(body) or _resnet(body)
     if architecture is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,40 @@ def test_a_square_size_keeps_the_crop(file: Path) -> None:
     _, card = vitral.load(file, image=32)
     assert card.preprocess is not None
     assert card.preprocess.pipeline == "decode|resize_small(40, bicubic)|central_crop(32)"
+
+
+WRONG: dict[str, Any] = {
+    "classes": ("7", ["a", 2], "cat", 2.0, True, -1),
+    "image": ((224,), 224.5, "224", -1, (32, 32, 32)),
+    **{"channels": (1.5, "1"), "patch": (1.5, "8"), "resize": ("cubic", 3)},
+    **{"grid": (3, (4,), "ab"), "heads": ("4", True), "norm_eps": (-1, 0, "a"), "gelu": ("relu", 3)},
+    **{"pool": ("max",), "part": (3,), "classifier": (3,), "format": (3,)},
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_an_option_of_another_type_is_refused_by_its_name(file: Path, tmp_path: Path, option: str) -> None:
+    for value in WRONG[option]:
+        options: dict[str, Any] = {"format": "google", option: value}
+        with pytest.raises(vitral.UserError, match=rf"^{option}(=| must be )"):
+            vitral.load(file, **options)
+        with pytest.raises(vitral.UserError, match=rf"^{option}(=| must be )"):
+            vitral.convert(file, tmp_path / "model.npz", **options)
+        if option not in ("classes", "image", "channels", "patch", "resize"):
+            with pytest.raises(vitral.UserError, match=rf"^{option}(=| must be )"):
+                vitral.info(file, **options)
+
+
+def test_sizes_may_be_lists(file: Path) -> None:
+    sizes: dict[str, Any] = {"image": [24, 32], "grid": [4, 4]}
+    assert vitral.load(file, **sizes)[1].architecture.image == (24, 32)
+
+
+@pytest.mark.parametrize("source", [None, {}, 3, b"file", torch.nn.Identity()])
+def test_what_is_no_path_is_not_read(source: Any, tmp_path: Path) -> None:
+    for call in (vitral.load, vitral.info, lambda source: vitral.convert(source, tmp_path / "x", format="hf")):
+        with pytest.raises(vitral.UserError, match=f"^{type(source).__name__} is not a path: "):
+            call(source)
 
 
 def test_asking_for_what_is_there_changes_nothing(model: Model, file: Path) -> None:

@@ -410,7 +410,11 @@ def test_a_wrapped_model_is_found() -> None:
 REFUSED: list[tuple[dict[str, Any], ViTConfig, str]] = [
     ({"layers": [3]}, SMALL, "no layer 3: the model has 3"),
     ({"layers": [-4]}, SMALL, "no layer -4"),
+    ({"layers": 3}, SMALL, "layers must be a list of whole numbers, not 3"),
+    ({"layers": ["a"]}, SMALL, r"layers must be a list of whole numbers, not \['a'\]"),
     ({"heads": [2]}, SMALL, "no head 2: the model has 2"),
+    ({"heads": [0.5]}, SMALL, r"heads must be a list of whole numbers, not \[0.5\]"),
+    ({"rows": 3}, SMALL, "rows must be a list of whole numbers, not 3"),
     ({"rows": "class"}, SMALL, 'rows="class" is not one of'),
     ({"rows": [7]}, SMALL, "a token that does not exist: there are 7"),
     ({"rows": "cls"}, PLAIN["mean"], "no class token"),
@@ -424,6 +428,15 @@ def test_unknown_layers_heads_and_rows_are_refused(options: dict[str, Any], conf
     with pytest.raises(UserError, match=message), capture(model, **options):
         model(images_for(config))
     assert observers(model) == 0
+
+
+def test_indices_may_be_an_array_or_a_tensor() -> None:
+    model = random_model(SMALL)
+    indices: dict[str, Any] = {"layers": torch.tensor([0, 2]), "heads": np.array([1]), "rows": range(3)}
+    with torch.no_grad(), capture(model, **indices) as seen:
+        model(images_for(SMALL))
+    assert seen.keys == (0, 2)
+    assert seen[2].shape == (2, 1, 3, 7)
 
 
 def test_a_resnet_has_no_attention() -> None:

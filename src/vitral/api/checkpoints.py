@@ -36,6 +36,7 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
+from vitral.validation import check_options
 
 Source = str | Path | tuple[Model, Card]  # what `load` takes, or what it returns
 
@@ -97,6 +98,7 @@ def load(
     Raises:
         UserError: if there is no such checkpoint, or it cannot be read.
     """
+    check_options(load, locals())
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
     return assemble(checkpoint.weights), checkpoint.card
@@ -226,6 +228,7 @@ def convert(
     Raises:
         UserError: if the target exists, or the format cannot express what the model computes.
     """
+    check_options(convert, locals())
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists: choose another name, or remove it first.")
@@ -312,6 +315,7 @@ def info(
     Raises:
         UserError: if there is no such checkpoint, or it is not recognised.
     """
+    check_options(info, locals())
     described = describe(located(source), format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
     path, card = described.file.path, described.card
     return CheckpointInfo(

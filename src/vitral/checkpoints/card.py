@@ -12,12 +12,13 @@ from typing import Any, get_type_hints
 import numpy as np
 from torch import Tensor
 
-from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
+from vitral.architecture import Architecture, Size, as_dict, from_dict
 from vitral.data.images import ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
 from vitral.data.pixels import METHODS
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.errors import UserError, shorten
 from vitral.models.model import normalize
+from vitral.validation import is_a
 
 ImageInput = np.ndarray | PILImage | str | Path | bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,11 @@ def is_hub_name(source: str) -> bool:
 
 def located(source: str | Path) -> Path:
     """The local file or folder of a source; hub names are downloaded."""
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(
+            f"{type(source).__name__} is not a path: pass that of a file or a folder, or a name of the hub; save a "
+            "state dict with torch.save first."
+        )
     text = str(source)
     return fetch(text) if is_hub_name(text) else Path(source).expanduser()
 

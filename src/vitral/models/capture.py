@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vitral.architecture import ViTConfig
 from vitral.errors import UserError
 from vitral.models.layers import Attention, AxialBlock, Block, MapPool
-from vitral.models.model import layer_index, layer_indices
+from vitral.models.model import index_list, layer_index, layer_indices
 from vitral.models.vit import ViT
 
 Axis = Literal["row", "column"]
@@ -199,10 +199,13 @@ def _attention_layers(index: int, block: nn.Module) -> list[tuple[LayerKey, Atte
 
 
 def _head_indices(heads: Sequence[int] | None, config: ViTConfig) -> Indices:
-    for head in heads or ():
+    if heads is None:
+        return _ALL
+    indices = index_list("heads", heads)
+    for head in indices:
         if not -config.heads <= head < config.heads:
             raise UserError(f"there is no head {head}: the model has {config.heads}, counted from 0.")
-    return _ALL if heads is None else list(heads)
+    return indices
 
 
 def _row_indices(rows: Rows, config: ViTConfig) -> Indices:
@@ -216,7 +219,7 @@ def _row_indices(rows: Rows, config: ViTConfig) -> Indices:
         return slice(1)
     if isinstance(rows, str):
         raise UserError(f'rows="{rows}" is not one of cls, all, or a list of token indices.')
-    return list(rows)
+    return index_list("rows", rows)
 
 
 def _require(tensor: Tensor | None) -> Tensor:

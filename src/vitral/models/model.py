@@ -4,6 +4,7 @@ initialization with the distributions of Google's Flax code."""
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitral.architecture import ResNetConfig, ViTConfig
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 from vitral.kernels.dispatch import fits_embedding, is_checkpointed, on_device_of
 
 # State dicts have no place for what their tensors do not show; `state_dict()._metadata` has, and torch.save keeps it.
@@ -108,8 +109,6 @@ class VisionModel(nn.Module, Generic[ConfigT]):
         Args:
             classes: outputs of the new layer; 0 removes the head, so that the model returns its features.
         """
-        if classes < 0:
-            raise UserError(f"a model cannot have {classes} classes: use 0 to remove the head.")
         changes: dict[str, Any] = {"classes": classes}
         if isinstance(self.config, ViTConfig):
             changes |= {"representation": 0, "head_bias": True}
@@ -164,7 +163,15 @@ def layer_index(layer: int, depth: int) -> int:
 
 def layer_indices(layers: Sequence[int] | None, depth: int) -> list[int]:
     """`layer_index` of each layer; None means all of them."""
-    return list(range(depth)) if layers is None else [layer_index(layer, depth) for layer in layers]
+    return list(range(depth)) if layers is None else [layer_index(i, depth) for i in index_list("layers", layers)]
+
+
+def index_list(name: str, indices: Sequence[int]) -> list[int]:
+    """The indices that a user passes as a list, array or tensor; UserError for anything else."""
+    try:
+        return [operator.index(index) for index in indices]
+    except TypeError as error:
+        raise UserError(f"{name} must be a list of whole numbers, not {shorten(repr(indices))}.") from error
 
 
 def check_images(images: Tensor, channels: int) -> None:

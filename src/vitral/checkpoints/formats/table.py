@@ -76,6 +76,8 @@ class Hints:
     def __post_init__(self) -> None:
         if self.heads is not None and self.heads < 1:
             raise UserError(f"heads must be at least 1, not {self.heads}.")
+        if self.norm_eps is not None and self.norm_eps <= 0:
+            raise UserError(f"norm_eps must be above 0, not {self.norm_eps}.")
         if self.grid is not None and min(self.grid) < 1:
             raise UserError(f"grid takes rows and columns of at least 1, not {self.grid[0]} and {self.grid[1]}.")
 
