@@ -151,10 +151,26 @@ def test_weights_alone_compute_what_timm_computes(tmp_path):
     found = read(tmp_path / "weights.safetensors")
     assert found.card.changes == (
         "assumed: gelu=erf, pool=token, norm_eps=1e-06, heads=2, as timm's models with these tensors have; "
-        "if not, pass gelu= or pool= or norm_eps=, or the folder with timm's config.json",
+        "if not, pass gelu= or pool= or norm_eps= or heads=, or the folder with timm's config.json",
     )
     pixels = pictures(2, 3, 160, 160)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT
+
+
+@pytest.mark.parametrize("pool", ["avgmax", "max"])
+def test_assumed_heads_are_listed_once(pool, tmp_path):
+    """No architecture of timm in this size has these tensors: the heads are those of a standard ViT."""
+    outside("timm")
+    save_header("vit_tiny_patch16_224", tmp_path / "weights.safetensors", global_pool=pool)
+    first, *others = describe(tmp_path / "weights.safetensors").card.changes
+    assert first.startswith("assumed: gelu=erf, pool=mean, norm_eps=1e-06, as timm's")
+    assert others == ["assumed: 3 heads, as every standard ViT of 12 layers and width 192; pass heads= if not"]
+
+
+def test_what_is_assumed_of_a_distilled_model_is_listed_once(tmp_path):
+    outside("timm")
+    changes = describe(save_header("deit_tiny_distilled_patch16_224", tmp_path / "weights.safetensors")).card.changes
+    assert sum("gelu=" in change for change in changes) == 1
 
 
 def test_an_unusual_combination_of_parts_is_read_as_a_plain_vit(tmp_path):

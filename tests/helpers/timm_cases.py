@@ -61,13 +61,13 @@ def images(arguments: dict[str, Any]) -> Tensor:
     return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
 
 
-def save_header(name: str, path: Path) -> Path:
+def save_header(name: str, path: Path, **settings: Any) -> Path:
     """A safetensors file of the model in its full size, sparse: the header is real, the tensors are holes."""
     import timm
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state = timm.create_model(name, num_classes=CLASSES).state_dict()
+        state = timm.create_model(name, num_classes=CLASSES, **settings).state_dict()
     header, end = {}, 0
     for key, tensor in state.items():
         size = 4 * tensor.numel()

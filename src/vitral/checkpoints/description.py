@@ -187,7 +187,8 @@ def _named_by_timm(
 
 def _unstated(table: Format[Any], header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
     """What a file without its config.json does not state, in formats that have one."""
-    if table.config is None or table.name == "timm" or _is_stated(header):  # timm's reader records its own
+    own = table.name in ("timm", "timm-deit")  # timm's reader records its own
+    if table.config is None or own or _is_stated(header):
         return []
     hidden = ["gelu", "norm_eps", *(["pool"] if c.class_token and c.pool != "map" else [])]
     assumed = {field: getattr(c, field) for field in hidden if field not in stated}

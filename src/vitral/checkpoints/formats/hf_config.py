@@ -150,14 +150,9 @@ def _stated_image(config: Mapping[str, Any], patch: int) -> Size:
     return height, width
 
 
-def _assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Settings that no config.json states, and the `parts` of the file that are not read."""
+def _not_read(header: CheckpointHeader, parts: Mapping[str, str]) -> tuple[str, ...]:
+    """Sentences about the `parts` of the file."""
     notes = []
-    if model_type(header) is None:
-        notes.append(
-            f"config.json does not state the model: {c.heads} heads, {c.gelu} GELU and a LayerNorm epsilon of "
-            f"{c.norm_eps:g} assumed"
-        )
     for pattern, words in parts.items():
         count = sum(bool(re.match(f"{re.escape(UNUSED)}(?:{pattern})", key)) for key in header.shapes)
         notes += [f"{words} not read ({count} tensor{'s' * (count > 1)})"] if count else []
@@ -282,7 +277,7 @@ def hf_format(
     shared: dict[str, Any] = {
         "entries": lambda c: layout_entries(layout, c),
         "unsupported_reason": unsupported(variants),
-        "assumptions": lambda header, c: _assumed(header, c, parts) + notes(header, c),
+        "assumptions": lambda header, c: _not_read(header, parts) + notes(header, c),
         "ignored": re.escape(UNUSED),
         "preprocess": preprocess,
         "class_names": class_names,

@@ -262,10 +262,10 @@ def _guessed(
     assumed = [f"{key}={hidden[key]}" for key in HINTED if key not in decided]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
-    assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
+    assumed += [f"heads={hidden['heads']}"] if same and not stated_heads else []  # `heads_of` records others
     if hidden["rope"]:
         assumed.append(f"axes of RoPE={hidden['rope'].axes}")
-    options = " or ".join(f"{key}=" for key in HINTED if any(one.startswith(key) for one in assumed))
+    options = " or ".join(f"{key}=" for key in (*HINTED, "heads") if any(one.startswith(key) for one in assumed))
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
     sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
     return hidden, (sentence,) if assumed else ()
