@@ -74,6 +74,7 @@ def test_models_of_timm_are_named(name, words):
         ("BlipVision", "a BLIP model"),
         ("VideoMAE", "a model whose patches span several frames"),
         ("DINOv3ViT", "a ViT-S/16 of DINOv3"),
+        ("Flava", "a FLAVA"),
     ],
 )
 def test_models_of_transformers_are_named(model, words):
@@ -136,6 +137,24 @@ def test_no_model_that_is_read_is_foreign():
             assert foreign_family({entry.theirs: entry.shape for entry in entries}) is None, factory.name
     for name, case in HF_CASES.items():
         assert foreign_family(shapes_of(case.build())) is None, name
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "use"),
+    [
+        ("blocks.0.attn.rel_pos_h", {"architecture": "samvit_base_patch16"}, "use timm for it."),
+        ("blocks.0.attn.rel_pos_h", {"model_type": "vitdet"}, "use transformers for it."),
+        ("blocks.0.attn.rel_pos_h", {}, "use timm or transformers for it."),
+        ("hiera.x", {"model_type": "hiera"}, "use transformers for it."),
+        ("refpoint_embed.weight", {"model_type": "rf_detr"}, "use rfdetr for it."),
+    ],
+)
+def test_the_library_of_the_config_is_named(key, config, use, tmp_path):
+    save_file({key: torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        vitral.load(tmp_path)
+    assert str(caught.value).endswith(f": {use}")
 
 
 def test_a_model_of_another_library_is_named_by_its_config(tmp_path):

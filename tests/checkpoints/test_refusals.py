@@ -391,8 +391,18 @@ STATED: list[tuple[str, Architecture, dict[str, object], str]] = [
     ("timm", ERF, {"model_args": {"num_heads": 4, "global_pool": "max"}}, "pooling"),
     ("timm", ERF, {"model_args": {"num_heads": 4}, "global_pool": "avgmax"}, "pooling"),
     ("timm", ERF, {"model_args": {"num_heads": 4, "pool_include_prefix": True, "global_pool": "avg"}}, "pooling"),
-    ("timm", ERF, {"model_args": {"num_heads": 4, "gated": True}}, "gated=True, which no model of timm"),
-    ("timm", ERF, {"architecture": "vit_base_patch16_224", "model_args": {"gated": False}}, "gated=False, which no"),
+    (
+        "timm",
+        ERF,
+        {"model_args": {"num_heads": 4, "gated": True}},
+        "gated=True, which is no argument of the models that vitral knows",
+    ),
+    (
+        "timm",
+        ERF,
+        {"architecture": "vit_base_patch16_224", "model_args": {"gated": False}},
+        "gated=False, which is no argument",
+    ),
     ("hf", ERF, {"hidden_act": "relu", "num_attention_heads": 4}, "activation"),
     ("hf", replace(ERF, classes=0, representation=32), {"pooler_act": "gelu", "num_attention_heads": 4}, "pooler"),
 ]

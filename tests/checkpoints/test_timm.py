@@ -322,6 +322,16 @@ def test_arguments_of_an_unknown_architecture_count(tmp_path):
     assert "gelu" not in assumed
 
 
+def test_an_unknown_architecture_of_unknown_tensors_is_refused_by_its_name(tmp_path):
+    """Such as timm's aimv2_large_patch14_224, which is not in the table: nothing is said about what timm has."""
+    header = saved(tmp_path / "model", architecture="aimv2_large_patch14_224")
+    shapes = {key: shape for key, shape in header.shapes.items() if key != "patch_embed.proj.bias"}
+    with pytest.raises(UserError, match=r"^config\.json names aimv2_large_patch14_224, which vitral does not know: "):
+        FORMATS["timm"].architecture(replace(header, shapes=shapes))
+    with pytest.raises(UserError, match=r"^no model of timm that vitral knows .* pass the folder with timm's config"):
+        FORMATS["timm"].architecture(replace(header, shapes=shapes, config=None))
+
+
 # ---------------------------------------------------------------------------------------------------- writing
 
 ERF = replace(SMALL, gelu="erf", width=64, mlp=96, image=(32, 40))

@@ -57,7 +57,7 @@ def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | N
     if "model_cfg" in (file.config or {}):
         file = replace(file, config=from_open_clip(file.config or {}))
     chosen = format or (hints and hints.part) or CARD in file.metadata
-    if foreign := None if chosen else foreign_family(_shapes(file)):
+    if foreign := None if chosen else foreign_family(_shapes(file), file.config):
         raise UserError(f"{file.path} is {foreign}.")
     try:
         model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())

@@ -13,6 +13,7 @@ _Table = tuple[tuple[str, tuple[str, ...]], ...]
 
 _USE_TIMM = "use timm for it"
 _USE_TRANSFORMERS = "use transformers for it"
+_USE_EITHER = "use timm or transformers for it"
 _MERGE = "merge them into the model (peft: merge_and_unload) and save its state dict"
 _ADAPTER = (
     r"(lora_(A|down|embedding_A|magnitude_vector)|ia3_l|hada_w1_a|lokr_w\d|vera_lambda_b|b?oft_R|fourierft_spectrum"
@@ -34,7 +35,7 @@ _FOREIGN: _Table = (
         (r"(mask_decoder\.|image_encoder\.blocks\.0\.attn\.rel_pos_h|vision_encoder\.layers\.0\.attn\.rel_pos_h)",),
     ),
     (
-        f"an image encoder with windows and relative positions, as of SAM or ViTDet: {_USE_TRANSFORMERS}",
+        f"an image encoder with windows or pooling and relative positions, as of SAM, ViTDet or MViT: {_USE_EITHER}",
         (r"rel_pos_h$",),
     ),
     (
@@ -42,6 +43,10 @@ _FOREIGN: _Table = (
         (r"(blocks\.\d+\.proj\.weight|stages\.\d\.layers\.\d+\.proj\.weight)$", r"attn\.qkv\.weight$"),
     ),
     (f"a Hiera, whose blocks have several widths: {_USE_TIMM}", (r"hiera\.",)),
+    (
+        f"a FLAVA, which has an image, a text and a multimodal model: {_USE_TRANSFORMERS}",
+        (r"multimodal_model\.encoder\.layer\.0\.",),
+    ),
     (f"a CvT, whose queries and keys are convolutions: {_USE_TRANSFORMERS}", (r"convolution_projection_query\.",)),
     ("an RF-DETR detector, whose DINOv2 has windows: use rfdetr for it", (r"refpoint_embed\.weight$",)),
     (f"a CaiT, whose class token has blocks of its own: {_USE_TIMM}", (r"blocks_token_only\.0\.",)),
@@ -138,14 +143,22 @@ _FAMILIES: _Table = (
     ),
     (f"a network with BatchNorm, not a plain Vision Transformer: {_USE_TIMM}", (r"running_mean$",)),
 )
+_FRAMES = f"a model whose patches span several frames, of videos or as Qwen-VL's: {_USE_TRANSFORMERS}"
+_LIBRARY = re.compile(f"{_USE_TIMM}|{_USE_TRANSFORMERS}|{_USE_EITHER}")
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|square_avg|step)$")
 
 
-def foreign_family(shapes: Shapes) -> str | None:
-    """What a file is, and what to do, if it has parts that no format has; None if it has none of the known ones."""
-    if any("patch_embed" in key and len(shape) == 5 for key, shape in shapes.items()):
-        return f"a model whose patches span several frames, of videos or as Qwen-VL's: {_USE_TRANSFORMERS}"
-    return _first(_FOREIGN, shapes)
+def foreign_family(shapes: Shapes, config: Mapping[str, Any] | None = None) -> str | None:
+    """What a file is, and what to do, if it has parts that no format has; None if it has none of the known ones.
+
+    A config.json of timm or transformers decides which of the two is named.
+    """
+    frames = any("patch_embed" in key and len(shape) == 5 for key, shape in shapes.items())
+    sentence = _FRAMES if frames else _first(_FOREIGN, shapes)
+    if sentence is None or config is None:
+        return sentence
+    use = _USE_TRANSFORMERS if "model_type" in config else _USE_TIMM if "architecture" in config else None
+    return _LIBRARY.sub(use, sentence) if use else sentence
 
 
 def family_of(shapes: Shapes) -> str | None:

@@ -265,8 +265,9 @@ def _blocks(header: CheckpointHeader) -> tuple[int, ...]:
     while header.has(f"{_BACKBONE}.stages.{len(blocks)}.blocks.0.conv1.weight"):
         blocks.append(header.count(rf"patch_embed\.backbone\.stages\.{len(blocks)}\.blocks\.(\d+)\."))
     if not header.has(f"{_root(tuple(blocks))}.conv.weight"):
-        name = (header.config or {}).get("architecture") or "vit_*_resnet26d, vit_*_resnet50d or vit_base_mci"
-        raise UserError(f"timm's {name} has another network in front than the paper's ResNet: that is not supported.")
+        name = (header.config or {}).get("architecture")
+        model = f"timm's {name}" if name else "the model, such as a vit_*_resnet26d, vit_base_mci or vitamin of timm,"
+        raise UserError(f"{model} has another network in front than the paper's ResNet: use timm for it.")
     return tuple(blocks)
 
 

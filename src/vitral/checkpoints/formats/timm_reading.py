@@ -137,8 +137,8 @@ def _overrides(header: CheckpointHeader) -> dict[str, Any]:
     known = named.arguments.keys() if named else _defaults("VisionTransformer").keys() | _defaults("Eva").keys()
     if unknown := sorted(stated.keys() - known - WITHOUT_EFFECT):
         raise UserError(
-            f"config.json states {unknown[0]}={stated[unknown[0]]!r}, which no model of timm {table_version()} has and "
-            "which may change what it computes: use timm for it."
+            f"config.json states {unknown[0]}={stated[unknown[0]]!r}, which is no argument of the models that vitral "
+            f"knows of timm {table_version()} and may change what it computes: use timm for it."
         )
     return stated
 
@@ -157,7 +157,7 @@ def _remedy(header: CheckpointHeader) -> str:
     """What a user can do about something that a file does not state."""
     if not (header.config or {}).get("architecture"):
         return "pass the folder with timm's config.json"
-    return f"state it in the model_args of config.json, whose architecture timm {table_version()} does not have"
+    return "state it in the model_args of config.json, whose architecture vitral does not know"
 
 
 def _is_eva(header: CheckpointHeader) -> bool:
@@ -287,10 +287,14 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
 
 
 def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of timm's VisionTransformer, for a combination of parts that no architecture of timm has."""
+    """The defaults of timm's VisionTransformer, for a combination of parts that no known architecture of timm has."""
     incomplete = shown["position"] != "1d" or shown["norm_place"] == "none" or not shown["patch_bias"]
     if _is_eva(header) or shown["pre_norm"] or shown["swiglu"] or incomplete:
-        raise UserError(f"no architecture of timm has these tensors, so its GELU is unknown: {_remedy(header)}.")
+        if name := (header.config or {}).get("architecture"):
+            raise UserError(f"config.json names {name}, which vitral does not know: use timm for it.")
+        raise UserError(
+            f"no model of timm that vitral knows has these tensors, so its GELU is unknown: {_remedy(header)}."
+        )
     mean = not shown["class_token"] or shown["norm_place"] == "features"
     pool = "map" if header.has("attn_pool.latent") else "mean" if mean else "token"
     plain = {"post_norm": False, "rope": None, "map_heads": 0, "map_prefix": False}
