@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_an_option_of_another_type_is_refused_by_its_name(file: Path, tmp_path: 
         if option not in ("classes", "image", "channels", "patch", "resize"):
             with pytest.raises(vitral.UserError, match=rf"^{option}(=| must be )"):
                 vitral.info(file, **options)
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], ("a", "b", "c", "d", "e")])
+def test_names_of_classes_give_a_new_head(file: Path, tmp_path: Path, names: Sequence[str]) -> None:
+    model, card = vitral.load(file, classes=names)
+    assert card.class_names == tuple(names)
+    assert not model(torch.rand(1, 3, 16, 16)).any()
+    assert card.changes[-1].startswith("head ")
+    vitral.save(model, tmp_path / "new.safetensors", card)
+    assert vitral.load(tmp_path / "new.safetensors")[1].class_names == tuple(names)
+
+
+def test_a_head_of_classes_with_these_names_is_kept(model: Model, card: Card, tmp_path: Path) -> None:
+    vitral.save(model, tmp_path / "model.safetensors", replace(card, temperature=2.0))
+    loaded, found = vitral.load(tmp_path / "model.safetensors", classes=card.class_names)
+    assert (found.class_names, found.temperature, found.changes) == (card.class_names, 2.0, ())
+    assert loaded.head.output is not None
+    assert loaded.head.output.weight.any()
+    assert vitral.load(tmp_path / "model.safetensors", classes=list("abcde"))[1].temperature == 1.0
 
 
 def test_sizes_may_be_lists(file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def load(
     *,
     format: str | None = None,
     image: int | Size | None = None,
-    classes: int | None = None,
+    classes: int | Sequence[str] | None = None,
     patch: int | None = None,
     channels: int | None = None,
     resize: ResizeRule | None = None,
@@ -80,7 +81,7 @@ def load(
         source: a file, a run folder, hf:owner/name or timm:name.
         format: format of the checkpoint, if not recognised (`vitral list formats`).
         image: adapt the position embeddings to this image size, one number or height and width.
-        classes: replace the head by a zero head with this many classes; 0 removes it.
+        classes: replace the head by a zero head with this many classes, or with classes of these names; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
         resize: rule for resizing position embeddings, instead of the one of the format.
@@ -93,14 +94,17 @@ def load(
         classifier: name of the linear layer beside a backbone that is its classifier, if it is not certain.
 
     Returns:
-        The model in evaluation mode and its card; `card.changes` lists what was adapted.
+        The model in evaluation mode and its card; `card.changes` lists what was adapted, assumed and ignored.
 
     Raises:
         UserError: if there is no such checkpoint, or it cannot be read.
     """
     check_options(load, locals())
-    changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
+    names = tuple(classes) if isinstance(classes, Sequence) else ()
+    count = len(classes) if isinstance(classes, Sequence) else classes
+    changes = Adaptation(image, patch, channels, count, resize)
+    hints = Hints(grid, heads, gelu, pool, norm_eps, part, classifier)
+    checkpoint = read_adapted(source, changes, format, hints, names)
     return assemble(checkpoint.weights), checkpoint.card
 
 

@@ -16,6 +16,7 @@ from vitral.checkpoints.adapt import (
     Adaptation,
     Weights,
     adapt,
+    to_classes,
     to_epsilons,
     to_table,
     with_class_row,
@@ -78,21 +79,30 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
 
 
 def read_adapted(
-    source: str | Path, changes: Adaptation, format: str | None = None, hints: Hints | None = None
+    source: str | Path,
+    changes: Adaptation,
+    format: str | None = None,
+    hints: Hints | None = None,
+    class_names: tuple[str, ...] = (),
 ) -> Checkpoint:
-    """Read a file, a folder or a hub name, adapt the weights, and update the card accordingly."""
+    """Read a file, a folder or a hub name, adapt the weights, and update the card accordingly.
+
+    `class_names` are those of `changes.classes`: a head for classes of other names is replaced.
+    """
     hints = replace(hints or Hints(), replaces_head=changes.classes is not None)
     checkpoint = read(located(source), format, hints)
     card, before = checkpoint.card, checkpoint.weights.architecture
     if is_hub_name(str(source)) and checkpoint.format != "vitral":
         card = replace(card, source=str(source))
     weights = adapt(checkpoint.weights, changes)
+    renamed = class_names not in ((), card.class_names)
+    if renamed and len(class_names) == before.classes:  # `adapt` keeps a head of as many classes
+        weights = to_classes(weights, before.classes)
     after = weights.architecture
     preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
-    names = card.class_names if after.classes == before.classes else ()
-    temperature = card.temperature if after.classes == before.classes else 1.0  # it was fitted to the old head
-    card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
-    card = replace(card, temperature=temperature)
+    if renamed or after.classes != before.classes:  # the temperature was fitted to the old head
+        card = replace(card, class_names=class_names, temperature=1.0)
+    card = replace(card, architecture=after, preprocess=preprocess, changes=weights.changes)
     return replace(checkpoint, weights=weights, card=card)
 
 
