@@ -116,7 +116,8 @@ def test_a_name_brings_its_preprocessing_to_every_verb(photos, tmp_path):
     own = Preprocess("decode|resize_short(248, pil_bicubic)|center_crop(224)", *IMAGENET)
     card = vitral.load(weights)[1]
     assert card.preprocess == own
-    assert "by the name deit_tiny_patch16_224-a1311bcf: decode|resize_short(248" in " ".join(card.changes)
+    (sentence,) = (change for change in card.changes if "by the name deit_tiny_patch16_224-a1311bcf: " in change)
+    assert "norm_eps=1e-06, decode|resize_short(248" in sentence
     assert trained(weights, photos)[0] == own
     other = named(
         tmp_path, "deit_tiny_patch16_224.safetensors", parse("ViT-Ti/32", classes=2, gelu="erf")

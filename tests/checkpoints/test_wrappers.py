@@ -300,8 +300,7 @@ def test_a_known_name_states_what_the_tensors_do_not(tmp_path):
     path = save(model.state_dict(), tmp_path / "test_vit.r160_in1k.safetensors")
     loaded, card = vitral.load(path)
     pixels = "decode|resize_short(168, pil_bicubic)|center_crop(160), mean (0.5, 0.5, 0.5), std (0.5, 0.5, 0.5)"
-    name = "by the name test_vit.r160_in1k"
-    assert card.changes == (f"{name}: heads=2, gelu=erf, pool=token, norm_eps=1e-06", f"{name}: {pixels}")
+    assert card.changes == (f"by the name test_vit.r160_in1k: heads=2, gelu=erf, pool=token, norm_eps=1e-06, {pixels}",)
     images = pictures(2, 3, 160, 160)
     with torch.no_grad():
         assert gap(loaded(images), outcome(model, images)) <= LIMIT

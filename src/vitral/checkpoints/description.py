@@ -98,8 +98,8 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         classes = table.class_names(model.header)
         preprocess = table.preprocess(model.header, architecture)
         if preprocess is None:
-            preprocess, sentences = _named_preprocess(file, path, architecture)
-            assumed += sentences
+            preprocess, name = _named_preprocess(file, path, architecture)
+            assumed = _with_preprocess(assumed, name, preprocess) if preprocess else assumed
         card = Card(
             architecture=architecture,
             class_names=classes if len(classes) == architecture.classes else (),
@@ -227,17 +227,25 @@ def _other_sizes(known: Mapping[str, Any], c: Architecture) -> bool:
     return any(getattr(c, field, value) != value for field, value in sizes.items())
 
 
-def _named_preprocess(file: WeightFile, path: Path, c: Architecture) -> tuple[Preprocess | None, list[str]]:
-    """The preprocessing of the released model that the file is named after, and a sentence about it.
+def _named_preprocess(file: WeightFile, path: Path, c: Architecture) -> tuple[Preprocess | None, str]:
+    """The preprocessing of the released model that the file is named after, and this name.
 
     A config.json of timm's states the preprocessing; one that does not is of a model whose preprocessing is unknown.
     """
     for name in _names(file, path) if "pretrained_cfg" not in (file.config or {}) else ():
         named = named_preprocess(name, c.image)
         if named is not None and not _other_sizes(named_architecture(name) or {}, c):
-            named = named.adapted(c.image, c.image, c.channels)
-            return named, [f"by the name {name}: {named.pipeline}, mean {named.mean}, std {named.std}"]
-    return None, []
+            return named.adapted(c.image, c.image, c.channels), name
+    return None, ""
+
+
+def _with_preprocess(sentences: list[str], name: str, preprocess: Preprocess) -> list[str]:
+    """The sentences with the preprocessing added to the one about this name, or in one of its own."""
+    start = f"by the name {name}: "
+    words = f"{preprocess.pipeline}, mean {preprocess.mean}, std {preprocess.std}"
+    if not any(sentence.startswith(start) for sentence in sentences):
+        return [*sentences, start + words]
+    return [f"{sentence}, {words}" if sentence.startswith(start) else sentence for sentence in sentences]
 
 
 def _names(file: WeightFile, path: Path) -> list[str]:
