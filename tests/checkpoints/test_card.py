@@ -21,6 +21,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import describe, read_adapted, write
 from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
+from vitral.names import parse
 
 DINO = "decode|resize_small(256, bicubic)|central_crop(224)"
 TIMM = "decode|resize_short(248, pil_bicubic)|center_crop(224)"
@@ -103,12 +104,13 @@ def test_a_card_holds_any_name(tmp_path):
     assert describe(tmp_path / "folder").card.class_names == card.class_names
 
 
-def test_a_card_shows_a_few_of_many_class_names():
+def test_a_card_is_shown_in_one_line_and_in_a_notebook_as_a_table():
     names = tuple(f"class {number}" for number in range(1000))
-    text = repr(Card(replace(SMALL, classes=1000), class_names=names, format="vitral"))
-    assert "class_names=('class 0', 'class 1', 'class 2', ... 1,000 in all)" in text
-    assert "format='vitral'" in text
-    assert repr(Card(SMALL, class_names=("a", "b"))).count("class_names=('a', 'b')") == 1
+    card = Card(parse("ViT-B/16"), class_names=names, format="timm", changes=("one <b>", "two"))
+    assert repr(card).startswith("Card(model=ViT-B/16, classes=1,000 (class 0, class 1, class 2, ...), format=timm, ")
+    assert "<td>one &lt;b&gt;; two</td>" in card._repr_html_()
+    assert repr(Card(parse("ViT-B/16", classes=2), class_names=("a", "b"))) == "Card(model=ViT-B/16, classes=2 (a, b))"
+    assert "\x1b" not in repr(replace(card, class_names=("\x1b[31m",), source="\x1b"))
 
 
 @bytewise

@@ -16,8 +16,10 @@ from vitral.architecture import Architecture, Size, as_dict, from_dict
 from vitral.data.images import ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
 from vitral.data.pixels import METHODS
 from vitral.data.preprocess import Pipeline, parse_deterministic
-from vitral.errors import UserError, shorten
+from vitral.display import SummaryRepr
+from vitral.errors import UserError, printable, shorten
 from vitral.models.model import normalize
+from vitral.names import name_of
 from vitral.validation import is_a
 
 ImageInput = np.ndarray | PILImage | str | Path | bytes
@@ -97,8 +99,8 @@ class ImageTransform:
         return normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)[0]
 
 
-@dataclass(frozen=True)
-class Card:
+@dataclass(frozen=True, repr=False)
+class Card(SummaryRepr):
     """What is known about a model besides its weights. Fields that the source does not state are empty, not guessed."""
 
     architecture: Architecture
@@ -130,13 +132,18 @@ class Card:
         pipeline = parse_deterministic(self.preprocess.pipeline)
         return ImageTransform(pipeline, self.architecture.channels, self.preprocess.mean, self.preprocess.std)
 
-    def __repr__(self) -> str:
-        """As that of a dataclass, with the first of many class names: a notebook shows it after `vitral.load`."""
-        values = {name: repr(value) for name, value in vars(self).items()}
-        if len(self.class_names) > _SHOWN_NAMES:
-            first = ", ".join(map(repr, self.class_names[:_SHOWN_NAMES]))
-            values["class_names"] = f"({first}, ... {len(self.class_names):,} in all)"
-        return f"Card({', '.join(f'{name}={text}' for name, text in values.items())})"
+    def summary(self) -> dict[str, str]:
+        names = ", ".join([*self.class_names[:_SHOWN_NAMES], *(["..."] if self.class_names[_SHOWN_NAMES:] else [])])
+        values = {
+            "model": name_of(self.architecture),
+            "classes": f"{self.architecture.classes:,}" + (f" ({names})" if names else ""),
+            "format": self.format,
+            "source": self.source,
+            "preprocess": self.preprocess.in_words() if self.preprocess else "",
+            "licence": self.licence,
+            "changes": "; ".join(self.changes),
+        }
+        return {name: printable(value) for name, value in values.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "architecture": as_dict(self.architecture)}
