@@ -229,6 +229,15 @@ def test_a_name_makes_a_model() -> None:
     assert model(torch.empty(1, 3, 64, 64, device="meta")).shape == (1, 3)
 
 
+def test_a_card_and_a_path_that_are_swapped_are_refused(model: Model, card: Card, tmp_path: Path) -> None:
+    swapped: tuple[Any, ...] = (card, str(tmp_path / "model.safetensors"))
+    with pytest.raises(vitral.UserError, match=r"^card must be a vitral\.checkpoints\.card\.Card, not '"):
+        vitral.save(model, *swapped)
+    options: dict[str, Any] = {"format": 3}
+    with pytest.raises(vitral.UserError, match=r"^format must be a text, not 3\.$"):
+        vitral.save(model, tmp_path / "model.safetensors", **options)
+
+
 def test_saving_never_half_writes(model: Model, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitral.checkpoints import write
 

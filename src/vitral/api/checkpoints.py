@@ -37,7 +37,7 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
-from vitral.validation import check_options
+from vitral.validation import check_options, check_value
 
 Source = str | Path | tuple[Model, Card]  # what `load` takes, or what it returns
 
@@ -152,6 +152,8 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
     Raises:
         UserError: if it is not a model of vitral, or the format cannot express what it computes.
     """
+    check_value("card", card, Card | None)
+    check_value("format", format, str)
     weights = weights_of(model, card.changes if card else ())
     card = write(weights, card or Card(weights.architecture), Path(path), format)
     back = describe(Path(path), format, _hints(card.architecture)).card
