@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,26 @@ def test_an_old_repository_with_a_pickle_alone(cache: Path) -> None:
     (folder / "model.safetensors").unlink()
     _, card = vitral.load("hf:google/old")
     assert card.format == "hf"
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_repository_of_open_clip(cache: Path, also: bool) -> None:
+    """Its files have names of their own; many repositories have those of transformers as well, which are read first."""
+    if also:
+        put(cache, "laion/tiny", "hf")
+    folder = cache / "models--laion--tiny" / "snapshots" / COMMIT
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parents[1] / "refs").mkdir(exist_ok=True)
+    (folder.parents[1] / "refs" / "main").write_text(COMMIT)
+    clip = replace(TINY, pre_norm=True, patch_bias=False, head_bias=False, norm_eps=1e-5, resize="timm")
+    vitral.save(build(clip), folder / "open_clip_model.safetensors", format="open_clip")
+    vision = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8}
+    config = {"model_cfg": {"vision_cfg": vision}, "preprocess_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    model, card = vitral.load("hf:laion/tiny")
+    assert card.format == ("hf" if also else "open_clip")
+    model, card = vitral.load(folder / "open_clip_model.safetensors")
+    assert (card.format, model.config) == ("open_clip", clip)
 
 
 def test_an_uncached_model_offline_gives_one_sentence(cache: Path) -> None:
