@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,7 +28,7 @@ from vitral.errors import UserError
 from vitral.events import Event, Note
 from vitral.export.exported import PixelLogits
 from vitral.kernels import packed
-from vitral.kernels.packed import Int8Linear, PackedLinear, linear_gelu, pack, pack_int8, weight_scales
+from vitral.kernels.packed import Int8Linear, PackedLinear, gelu_tanh_, linear_gelu, pack, pack_int8, weight_scales
 from vitral.models.adapters import LoraLinear, add_lora
 from vitral.models.build import Model, build
 
@@ -228,6 +229,12 @@ def test_a_model_in_int8_is_near_its_own(config, small_in_int8):
     pack(model)
     assert set(layers_of_type(model, Int8Linear)) == linears
     assert 1e-4 < apart(logits(model), expected) < 0.05
+
+
+def test_the_gelu_in_place_is_the_one_with_tanh():
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-0.0, 1e-30, -3e38, 3e38, math.inf, math.nan])])
+    expected = F.gelu(x.double(), approximate="tanh").float()
+    torch.testing.assert_close(gelu_tanh_(x.clone()), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @onednn

@@ -10,6 +10,7 @@ with are needed nor a result depends on other images of the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +26,7 @@ _INT8_OPS = ("onednn.qlinear_prepack", "onednn.qlinear_pointwise", "quantized.em
 _WEIGHT_LIMIT, _PAIR_LIMIT = 127, 128
 _MIN_INT8_WEIGHTS = 1 << 16  # of a layer: below, rounding the activations takes the time that the product gains
 _INT8_ROWS = 256  # tokens at once, so that they are still in the cache after the product
+_GELU_SLOPE, _GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
 _RANGE_BYTES = 8  # behind the bytes of each token: its step and its smallest value, float32
 
 
@@ -67,7 +69,9 @@ class Int8Linear(nn.Module):
         output = rows.new_empty(len(rows), len(self.scales))
         for some, result in zip(rows.split(_INT8_ROWS), output.split(_INT8_ROWS), strict=True):
             self._compute(some, result)
-            if gelu:
+            if gelu == "tanh":
+                gelu_tanh_(result)
+            elif gelu:
                 torch.ops.aten.gelu.out(result, approximate=gelu, out=result)
         return output.view(*x.shape[:-1], -1)
 
@@ -79,6 +83,16 @@ class Int8Linear(nn.Module):
             tokens, 1.0, 0, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         torch.addcmul(self.bias, least[:, None], self.sums, out=result).addcmul_(step[:, None], products)
+
+
+def gelu_tanh_(x: Tensor) -> Tensor:
+    """`F.gelu(x, approximate="tanh")` in place, as x * sigmoid(slope * (x + cube * x^3)).
+
+    PyTorch's tanh takes twice (AVX-512) to three times (AVX2) as long.
+    """
+    exponent = x * x
+    exponent.mul_(_GELU_SLOPE * _GELU_CUBE).add_(_GELU_SLOPE).mul_(x)
+    return x.mul_(exponent.sigmoid_())
 
 
 def weight_scales(weight: np.ndarray) -> np.ndarray:
