@@ -113,6 +113,7 @@ def recipe_hash(recipe: Recipe) -> str:
 def architecture_of(recipe: Recipe, classes: int) -> ModelConfig:
     """The architecture of a model trained from scratch; with `init`, the weights determine it instead."""
     named = parse(recipe.model, classes=classes)
+    named = replace(named, channels=len(recipe.data.mean))
     changes: dict[str, Any] = {name: value for name, value in asdict(recipe.shape).items() if value}
     changes.pop("head_bias", None)  # an initial value, not a shape
     weight_init = changes.pop("weight_init")

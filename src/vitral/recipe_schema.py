@@ -59,7 +59,9 @@ class DataRecipe:
     eval_transform: Annotated[str, "transform for evaluation and prediction"] = (
         "decode|resize_small({larger})|central_crop({size})"
     )
-    mean: Annotated[tuple[float, ...], "per channel, subtracted from pixels in the range 0..1"] = (0.5, 0.5, 0.5)
+    mean: Annotated[
+        tuple[float, ...], "subtracted from pixels in the range 0..1; one number per channel of the model"
+    ] = (0.5, 0.5, 0.5)
     std: Annotated[tuple[float, ...], "per channel, pixels are then divided by it"] = (0.5, 0.5, 0.5)
     held_out: Annotated[float, "fraction of the images held out for testing if the data has no split"] = 0.2
     dev: Annotated[

@@ -21,7 +21,7 @@ from vitral.architecture import Size
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import ImageInput, read_pixels
 from vitral.checkpoints.write import write_json
-from vitral.data.images import ImageError, UnreadableImage, as_tensor, decode
+from vitral.data.images import ImageError, UnreadableImage, as_tensor, channels_of, decode
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr
@@ -137,13 +137,16 @@ def _inert(cell: str) -> str:
     return f"'{plain}" if plain.startswith(("=", "+", "-", "@", "\t")) else plain
 
 
-def unread(split: Split, index: int, channels: int) -> UnreadableImage:
-    """Read an image once more to find the reason why it is unreadable, which batches do not carry."""
+def unread(split: Split, index: int, channels: int = 0) -> UnreadableImage:
+    """Read an image once more to find the reason why it is unreadable, which batches do not carry.
+
+    `channels` are those of the model; 0 if none reads it.
+    """
     reason = "it was unreadable the first time"
     try:
         data = split.reader.read(index)
         if not isinstance(data, np.ndarray):
-            decode(data, channels)
+            decode(data, channels or channels_of(data))
     except (ImageError, OSError) as error:
         reason = str(error)
     return UnreadableImage(split.keys[index], reason)

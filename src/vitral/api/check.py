@@ -18,6 +18,7 @@ from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
+from vitral.data.images import channels_of
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.pixels import resize
 from vitral.data.sources import DataSet, Split, open_data, with_test_split
@@ -134,8 +135,8 @@ def _suspects(
 
 
 def _thumbnail(split: Split, index: int) -> np.ndarray:
-    """uint8 (h, w, 3), at most `_THUMBNAIL` pixels high and wide."""
-    pixels = read_pixels(split, index, 3)
+    """uint8 (h, w, c), at most `_THUMBNAIL` pixels high and wide."""
+    pixels = read_pixels(split, index, channels_of(split.reader.read(index)))
     scale = min(1.0, _THUMBNAIL / max(pixels.shape[:2]))
     return resize(pixels, (max(round(pixels.shape[0] * scale), 1), max(round(pixels.shape[1] * scale), 1)))
 

@@ -168,7 +168,7 @@ def _in_memory(image: PILImage | np.ndarray | Tensor | bytes | BinaryIO, name: s
 def unread_images(split: Split, read: Collection[str]) -> tuple[UnreadableImage, ...]:
     """The images of a split whose keys are not among those that were read, with the reasons."""
     keys = frozenset(read)
-    return tuple(unread(split, index, channels=3) for index, key in enumerate(split.keys) if key not in keys)
+    return tuple(unread(split, index) for index, key in enumerate(split.keys) if key not in keys)
 
 
 def known_data() -> dict[str, str]:

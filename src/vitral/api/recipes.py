@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from torch import nn
 
@@ -13,9 +14,10 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.augment import mirrored_labels
-from vitral.data.sources import DataSet, median_short_side
+from vitral.data.sources import DataSet, channels_of_images, median_short_side
 from vitral.errors import UserError
 from vitral.models.build import default_device
+from vitral.models.model import VisionModel
 from vitral.names import parse
 from vitral.recipe import (
     Overrides,
@@ -106,6 +108,8 @@ def choose_recipe(
         chosen = replace(chosen, init=start)
         if path is not None and card is not None:
             chosen, reasons = _with_preprocessing_of(chosen, reasons, path, card, early, set)
+    if written is None:
+        chosen, reasons = _with_channels(chosen, reasons, opened, own_parts.model, set)
     chosen = with_dev(with_overrides(chosen, set), dev)
     if dev and not early.data.dev:
         share = f"a share of {dev:g} of train (data.dev) is the dev split for that"
@@ -187,6 +191,25 @@ def _with_preprocessing_of(
         reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
         reasons = (*reasons, reason)
     return chosen, reasons
+
+
+def _with_channels(
+    chosen: Recipe, reasons: tuple[str, ...], opened: DataSet, module: nn.Module | None, overrides: Sequence[str]
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with one mean and std for each channel of the user's own module, or of arrays that are not RGB."""
+    own = module.config.channels if isinstance(module, VisionModel) else 0
+    channels = own or channels_of_images(opened.train)
+    if channels == len(chosen.data.mean) or (channels == 3 and not own):
+        return chosen, reasons
+    mean, std = (round(fmean(values), 6) for values in (chosen.data.mean, chosen.data.std))
+    chosen = replace(chosen, data=replace(chosen.data, mean=(mean,) * channels, std=(std,) * channels))
+    if own or not keys_of(overrides).keys().isdisjoint(("data.mean", "data.std")):
+        return chosen, reasons
+    return chosen, (
+        *reasons,
+        f"the images have {channels} channels, and so has the model; mean {mean} and std {std} are assumed for each "
+        "(else --set data.mean=... data.std=...)",
+    )
 
 
 def normalised_as(recipe: Recipe, card: Card | None) -> Recipe:

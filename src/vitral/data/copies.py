@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vitral.data.images import ImageError, decode
+from vitral.data.images import ImageError, channels_of, decode
 from vitral.data.pixels import resize
 from vitral.data.splits import Split, content_bytes
 from vitral.data.workers import CHUNK, map_images
@@ -83,7 +83,7 @@ UNREADABLE = ImageSignature(b"", b"", np.zeros((THUMBNAIL, THUMBNAIL), np.uint8)
 
 def signature(data: bytes | np.ndarray) -> ImageSignature:
     """The signature of an encoded image, or of uint8 pixels (height, width, channels); raises ImageError."""
-    pixels = decode(data) if isinstance(data, bytes) else data
+    pixels = decode(data, channels_of(data)) if isinstance(data, bytes) else data
     rgb = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels  # as `decode` returns a grey file
     pixel_digest = hashlib.sha256(content_bytes(rgb)).digest()
     thumbnail = _grey(resize(rgb, (THUMBNAIL, THUMBNAIL)))

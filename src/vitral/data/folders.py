@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.images import ImageError
+from vitral.data.arrays import NPY, ImageError
 from vitral.data.pixels import eight_bit_array
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, content_bytes, make_dataset, natural_key, split_name
 from vitral.errors import UserError
 
 _FORMATS = "jpg jpeg jpe jfif mpo png apng webp gif bmp dib tif tiff avif heic heif hif jp2 j2k jpx"
-_FORMATS += " ppm pgm pbm pnm tga pcx ico qoi"
+_FORMATS += " ppm pgm pbm pnm tga pcx ico qoi npy"
 # Images in formats that are not read; they are named, as their owner counts on them.
 _OTHER_FORMATS = "cr2 cr3 nef arw dng raf orf rw2 raw psd svg jxl exr hdr eps pdf mp4 mov avi mkv webm"
 EXTENSIONS, _UNSUPPORTED = (frozenset(f".{name}" for name in names.split()) for names in (_FORMATS, _OTHER_FORMATS))
 MANIFESTS = frozenset({".csv", ".tsv", ".jsonl", ".ndjson"})  # files that list images and labels
 # The first bytes of the common formats, for files without an extension.
-_MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP")
+_MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", NPY)
 
 
 class EmptyClass(UserError):
@@ -190,9 +190,12 @@ def read_folder(folder: Path, *, held_out: float, empty: bool = False) -> DataSe
 
 
 def find_images(folder: Path, below: str = "", listing: ImageListing | None = None) -> ImageListing:
-    """Find the image files under `folder / below` in natural order; hidden ones are left out, links are followed."""
+    """Find the image files under `folder / below` in natural order; hidden ones are left out, links are followed.
+
+    Beside other images, arrays are features or masks of them, and left out.
+    """
     listing = listing or ImageListing()
-    names = []
+    names: list[str] = []
     for name, regular in _walk(str(folder), below, ()):
         if not regular:
             listing.others["not regular files"] += 1
@@ -204,8 +207,16 @@ def find_images(folder: Path, below: str = "", listing: ImageListing | None = No
             listing.unsupported.append(name)
         else:
             listing.others[extension or "without extension"] += 1
-    listing.names += sorted(names, key=natural_key)
+    images = [name for name in names if not is_array_file(name)] or names
+    if len(images) < len(names):
+        listing.others[".npy"] += len(names) - len(images)
+    listing.names += sorted(images, key=natural_key)
     return listing
+
+
+def is_array_file(name: str) -> bool:
+    """Whether the name is that of a NumPy array, which may be an image or belong to one."""
+    return name.lower().endswith(".npy")
 
 
 def labelled_images(folder: Path, labels: Mapping[str, str]) -> RawSplit:

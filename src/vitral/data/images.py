@@ -8,6 +8,7 @@
 - Transparency, also of palettes and colour keys, is composited over white. CMYK is converted by Pillow.
 - An animation or a document with several pages gives its first image.
 - Channel counts other than 1 and 3 are returned only if the file has exactly that many bands, and then as stored.
+- A .npy file holds an array (height, width, channels) of uint8, or of floating-point values from 0 to 1.
 - HEIC and HEIF are read where the extra is installed: pip install 'vitral[heic]'.
 - A damaged, truncated or far too large image (Pillow's limit, 179 million pixels) is unreadable, and so is one whose
   header promises more pixels than its bytes can hold. The environment variable VITRAL_MAX_PIXELS sets a lower limit.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +31,13 @@ import simplejpeg
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from vitral.data.arrays import NPY, ImageError, npy_shape, read_npy
+from vitral.data.jpeg import JPEG, JpegFrame, jpeg_header
 from vitral.errors import UserError
 
 PILImage = Image.Image
 PILLOW_METHODS = {f"pil_{filter.name.lower()}": filter for filter in Image.Resampling}
 
-_JPEG = b"\xff\xd8\xff"
-_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # markers of a JPEG that are followed by a length
 _END = b"\xff\xd9"
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
 _MCU_HEIGHT = 16  # pixels: of a row of blocks where chroma is subsampled
@@ -47,10 +47,6 @@ _PIXELS_PER_BYTE = {"raw": 8, "zip": 8 * 1032, "jpeg": 1024}
 # Brands of HEIF at byte 8, behind "ftyp"; AVIF is another, which Pillow reads itself.
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"hevm", b"hevs", b"mif1", b"msf1")
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
-
-
-class ImageError(ValueError):
-    """An image that cannot be read; the message is one short reason."""
 
 
 class ImageTooLarge(ImageError):
@@ -80,6 +76,8 @@ class ImageFacts(NamedTuple):
 
 def decode(data: bytes, channels: int = 3) -> np.ndarray:
     """An image file's bytes -> uint8 (h, w, channels); raises ImageError."""
+    if data.startswith(NPY):
+        return _npy_pixels(data, channels)
     pixels = _fast_jpeg(data, channels)
     if pixels is not None:
         return pixels
@@ -88,17 +86,12 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
         return _upright(_bands(image, channels), _orientation(image))
 
 
-class JpegHeader(NamedTuple):
-    """The part of a JPEG before its pixels."""
-
-    frame: JpegFrame | None  # None unless baseline, with 8 bits and 1 or 3 channels
-    tagged: bool  # has a segment that may hold EXIF or XMP, or an unknown structure
-
-
-class JpegFrame(NamedTuple):
-    offset: int  # of the height field in the file
-    height: int
-    width: int
+def channels_of(image: bytes | np.ndarray) -> int:
+    """The channels that a model needs for an image: 3, but those of pixels and of .npy files if they are not grey."""
+    if isinstance(image, bytes) and not image.startswith(NPY):
+        return 3
+    channels = npy_shape(image)[2] if isinstance(image, bytes) else image.shape[2]
+    return 3 if channels == 1 else channels
 
 
 class LazyJpeg:
@@ -119,7 +112,7 @@ def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
 
     Damage below that part is not noticed where Pillow would tolerate it too; a missing end is noticed.
     """
-    if channels == 3 and data.startswith(_JPEG):
+    if channels == 3 and data.startswith(JPEG):
         frame, tagged = jpeg_header(data)
         readable = frame is not None and 0 < frame.height * frame.width <= _max_pixels(data)
         if readable and (not tagged or _jpeg_orientation(data) == 1):
@@ -129,6 +122,9 @@ def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
 
 def describe(data: bytes) -> ImageFacts:
     """Read the header without decoding the pixels; raises ImageError."""
+    if data.startswith(NPY):
+        height, width, channels = npy_shape(data)
+        return ImageFacts("NPY", width, height, "L" if channels == 1 else "RGB", 8, channels, False, 1)
     with _opened(data) as image:
         bits, mode, (width, height) = _bits(image), image.mode, image.size
         # To read EXIF, Pillow decodes a PNG to its end, as the EXIF may be there.
@@ -202,9 +198,18 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.require(image, requirements=["C", "W"]))
 
 
+def _npy_pixels(data: bytes, channels: int) -> np.ndarray:
+    height, width, stored = npy_shape(data)
+    if height * width > _pixel_limit():
+        raise ImageTooLarge(_too_many(height * width))
+    if stored not in (1, channels):
+        raise ImageError(f"the file has {stored} channels, not {channels}")
+    return np.repeat(read_npy(data), channels // stored, axis=2)
+
+
 def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     """The pixels of a common JPEG; None for those that Pillow has to decode."""
-    if channels not in (1, 3) or not data.startswith(_JPEG):
+    if channels not in (1, 3) or not data.startswith(JPEG):
         return None
     limit = _max_pixels(data)
     try:
@@ -217,21 +222,6 @@ def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     if pixels.shape[2] != channels:
         pixels = _array(Image.fromarray(pixels).convert("L"))
     return _upright(pixels, _jpeg_orientation(data)) if jpeg_header(data).tagged else pixels
-
-
-def jpeg_header(jpeg: bytes) -> JpegHeader:
-    """Parse the segments up to the start of the scan."""
-    offset, frame, tagged = 2, None, False
-    while offset + 10 < len(jpeg) and jpeg[offset] == 0xFF and jpeg[offset + 1] in _SEGMENTS:
-        marker = jpeg[offset + 1]
-        if marker == 0xDA:  # start of scan
-            return JpegHeader(frame, tagged)
-        if marker == 0xE1:
-            tagged = True
-        elif marker in (0xC0, 0xC1) and jpeg[offset + 4] == 8 and jpeg[offset + 9] in (1, 3):
-            frame = JpegFrame(offset + 5, *struct.unpack_from(">HH", jpeg, offset + 5))
-        offset += 2 + int.from_bytes(jpeg[offset + 2 : offset + 4])
-    return JpegHeader(None, tagged=True)
 
 
 def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
@@ -359,7 +349,7 @@ def _check_size(image: Image.Image, size: int) -> None:
     """Refuse an image before memory for its pixels is allocated; `size` is that of the file in bytes."""
     pixels = image.width * image.height
     if pixels > _pixel_limit():
-        raise ImageTooLarge(f"too many pixels ({pixels:,}; VITRAL_MAX_PIXELS is {_pixel_limit():,})")
+        raise ImageTooLarge(_too_many(pixels))
     tiles = getattr(image, "tile", ())
     codecs = {tile[0] for tile in tiles}
     if len(codecs) != 1 or (codec := codecs.pop()) not in _PIXELS_PER_BYTE:
@@ -370,6 +360,10 @@ def _check_size(image: Image.Image, size: int) -> None:
     claimed = sum((right - left) * (lower - upper) for left, upper, right, lower in boxes)
     if claimed * bits > size * _PIXELS_PER_BYTE[codec]:
         raise ImageError(f"the file is truncated: {size:,} bytes for {pixels:,} pixels")
+
+
+def _too_many(pixels: int) -> str:
+    return f"too many pixels ({pixels:,}; VITRAL_MAX_PIXELS is {_pixel_limit():,})"
 
 
 def _max_pixels(jpeg: bytes) -> float:

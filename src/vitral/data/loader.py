@@ -327,6 +327,7 @@ def _with_channels(split: Split, index: int, pixels: np.ndarray, channels: int) 
         return pixels
     if pixels.shape[2] != 1:
         raise UserError(
-            f"{split.keys[index]} has {pixels.shape[2]} channels and the model takes {channels}: change one."
+            f"{split.keys[index]} has {pixels.shape[2]} channels and the model takes {channels}: pass other images, or "
+            "a model for theirs."
         )
     return np.repeat(pixels, channels, axis=2)

@@ -9,8 +9,8 @@
 | `(train, test)`, `(train, val, test)`, or a mapping by split name | splits, each one of the above |
 
 An image is a path, encoded bytes, a PIL image, a uint8 array (h, w) or (h, w, c), a uint8 tensor (c, h, w), or a
-floating-point one in [0, 1]. A label is an int or a string; a list of them, or a vector of zeros and ones, means
-multi-label. Where every vector has exactly one 1, they are refused: most likely they are one-hot.
+floating-point one in [0, 1], with any number of channels. A label is an int or a string; a list of them, or a vector of
+zeros and ones, means multi-label. Where every vector has exactly one 1, they are refused: most likely they are one-hot.
 
 Items are read when they are needed, by worker processes too. So two runs are equal, and a resumed run continues
 exactly, if the dataset itself is deterministic; random augmentation belongs in `transform=`.

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.architecture import Size
+from vitral.data.arrays import eight_bits, is_transposed
 from vitral.data.images import PILLOW_METHODS, LazyJpeg, as_tensor, is_pil, pil_to_array, pillow_resize
 from vitral.errors import UserError
 
@@ -25,7 +26,6 @@ ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a
 Box = tuple[int, int, Size]  # top, left, and (height, width) of a crop
 MAX_ASPECT = 16  # an image of 1 x 10,000 pixels would otherwise take gigabytes
 METHODS = ("bilinear", "bicubic", "nearest", "area", "float_bilinear", *PILLOW_METHODS)
-_CHANNELS = (1, 3, 4)  # of an array or a tensor, which tell the order of its axes
 
 
 def image_array(value: Any, name: str) -> np.ndarray:
@@ -38,13 +38,13 @@ def image_array(value: Any, name: str) -> np.ndarray:
     if isinstance(value, Tensor):
         array, order = value.detach().cpu(), "(channels, height, width)"
         array = np.asarray(array.float() if array.is_floating_point() else array)
-        if array.ndim == 3 and not (array.shape[0] not in _CHANNELS and array.shape[2] in _CHANNELS):
+        if array.ndim == 3 and not is_transposed(array.shape[::-1]):
             array = array.transpose(1, 2, 0)
         elif array.ndim != 2:
             raise UserError(f"{name} is a tensor of shape {tuple(value.shape)}: return {order}.")
     elif isinstance(value, np.ndarray):
         array = value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
-        if array.ndim != 2 and (array.ndim != 3 or (array.shape[2] not in _CHANNELS and array.shape[0] in _CHANNELS)):
+        if array.ndim != 2 and (array.ndim != 3 or is_transposed(array.shape)):
             raise UserError(f"{name} is an array of shape {value.shape}: return (height, width, channels).")
     else:
         type_name = "None" if value is None else f"a {type(value).__name__}"
@@ -61,13 +61,12 @@ def eight_bit_array(value: Any, name: str) -> np.ndarray:
     array = image_array(value, name)
     if array.dtype == np.uint8:
         return array
-    low, high = float(array.min()), float(array.max())
-    if not (low >= 0 and high <= 1):  # so written that NaN is refused too
+    try:
+        return eight_bits(array)
+    except ValueError as error:
         raise UserError(
-            f"{name} has values from {low:.3g} to {high:.3g}, not 0 to 1: return images without normalisation, "
-            "or pass it as transform=."
-        )
-    return np.rint(array * 255).astype(np.uint8)
+            f"{name} has {error}: return images without normalisation, or pass it as transform=."
+        ) from error
 
 
 def whole_image(image: ImageInput) -> np.ndarray:

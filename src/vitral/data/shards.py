@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.data.cache import DiskCache, cache_folder
-from vitral.data.folders import EXTENSIONS
+from vitral.data.folders import EXTENSIONS, is_array_file
 from vitral.data.images import ImageError
 from vitral.data.splits import DataSet, RawSplit, files_by_split, make_dataset, natural_key
 from vitral.errors import UserError
@@ -143,7 +143,8 @@ def _scan(file: Path) -> list[ShardSample]:
                     continue
                 key = f"{folder}/{stem}" if folder else stem
                 if f".{extension.lower().rpartition('.')[2]}" in EXTENSIONS:
-                    images.setdefault(key, (member.name, member.offset_data, member.size))
+                    if key not in images or (is_array_file(images[key][0]) and not is_array_file(name)):
+                        images[key] = (member.name, member.offset_data, member.size)
                 elif extension.lower() in ("cls", "json", "txt"):
                     stream = archive.extractfile(member)
                     beside[key][extension.lower()] = stream.read(_LONGEST_TEXT) if stream else b""

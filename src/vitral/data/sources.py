@@ -27,7 +27,7 @@ from vitral.data import manifests, parquet
 from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
 from vitral.data.copies import ImageSignature, identical, near_pairs, signatures
 from vitral.data.folders import MANIFESTS, FileReader, find_images, read_folder, sub_folders
-from vitral.data.images import ImageError, describe
+from vitral.data.images import ImageError, channels_of, describe
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
 from vitral.data.shards import expand_pattern, read_shards
@@ -252,6 +252,16 @@ def median_short_side(split: Split) -> int:
         except (ImageError, OSError):
             continue
     return int(np.median(sides)) if sides else 224
+
+
+def channels_of_images(split: Split) -> int:
+    """The channels of the first image that can be read, see `channels_of`."""
+    for index in evenly(len(split), _SAMPLE).tolist():
+        try:
+            return channels_of(split.reader.read(index))
+        except (ImageError, OSError):
+            continue
+    return 3
 
 
 def _short_side(image: bytes | np.ndarray) -> int:

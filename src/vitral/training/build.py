@@ -20,7 +20,7 @@ from vitral.checkpoints.weights import assemble, read_adapted
 from vitral.data.augment import CallableTransform, mirrored_labels
 from vitral.data.contents import RunContents
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
-from vitral.data.sources import DataSet
+from vitral.data.sources import DataSet, channels_of_images
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build, mimetic_init
@@ -62,8 +62,15 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: Ow
         raise UserError("balance=sampler needs one label per image: use balance=weights.")
     if recipe.image:
         architecture = replace(architecture, image=as_size(recipe.image))
-    if len(recipe.data.mean) != architecture.channels:
-        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
+    channels = len(recipe.data.mean)
+    if own_parts.model is not None and channels != architecture.channels:
+        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels of the model.")
+    if own_parts.train_transform is None and (found := channels_of_images(train)) not in (3, channels):
+        raise UserError(
+            f"the images have {found} channels and the model {channels}: set data.mean and data.std to {found} numbers "
+            "each, such as 0.5,0.5,..."
+        )
+    architecture = replace(architecture, channels=channels)
     if recipe.data.augment:
         image = torch.zeros(1, architecture.channels, *architecture.image, dtype=torch.uint8)
         with torch.random.fork_rng(devices=[]):
@@ -141,7 +148,8 @@ def keeps_head(card: Card, classes: tuple[str, ...]) -> bool:
 
 
 def _loaded_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
-    checkpoint = read_adapted(recipe.init, Adaptation(image=recipe.image or None))
+    changes = Adaptation(image=recipe.image or None, channels=len(recipe.data.mean))
+    checkpoint = read_adapted(recipe.init, changes)
     weights, card = checkpoint.weights, checkpoint.card
     if recipe.reset_head or not keeps_head(card, classes):
         weights = to_classes(weights, len(classes))
