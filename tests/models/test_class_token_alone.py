@@ -153,6 +153,23 @@ def test_gradient_checkpointing_does_not_change_the_bits_of_inference(images):
     assert torch.equal(model(images), logits)
 
 
+@torch.no_grad()
+def test_checkpointing_keeps_a_forward_of_ones_own(images):
+    model: Any = make_model()
+    block, shapes = model.blocks[-1], []
+
+    def own(x: torch.Tensor, grid: Any, rotation: Any = None) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return type(block).forward(block, x, grid, rotation)
+
+    block.forward = own
+    for enable in (True, True, False):
+        model.set_grad_checkpointing(enable)
+        assert saved(model, images) == 0
+    assert block.forward is own
+    assert shapes == [(1, 10, 32)] * 6
+
+
 def test_gradients_and_training_have_the_bits_of_all_tokens(images):
     model = make_model(**KINDS["dropout"])
     assert torch.equal(model(images), whole(model, images))

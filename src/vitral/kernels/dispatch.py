@@ -44,7 +44,7 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks or _has_global_hooks():
         return False
-    if "forward" in module.__dict__ and not (is_checkpointed(module) and not torch.is_grad_enabled()):
+    if "forward" in module.__dict__ and (torch.is_grad_enabled() or not _checkpoints_own_forward(module)):
         return False
     return expected is None or (type(module) is expected and _has_own_forward(expected))
 
@@ -53,6 +53,14 @@ def is_checkpointed(module: nn.Module) -> bool:
     """Whether `set_grad_checkpointing` is on for a block."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, partial) and forward.func is checkpoint
+
+
+def _checkpoints_own_forward(module: nn.Module) -> bool:
+    """Whether it is on, and recomputes the `forward` of the block's class, not one that a user has set."""
+    if not is_checkpointed(module):
+        return False
+    forward = module.__dict__["forward"].args[0]
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def _has_global_hooks() -> bool:

@@ -139,7 +139,9 @@ class VisionModel(nn.Module, Generic[ConfigT]):
         """
         for layer in self._checkpointed_layers():
             if is_checkpointed(layer):
-                del layer.forward
+                forward = vars(layer).pop("forward").args[0]
+                if forward != layer.forward:  # one that was set before
+                    layer.forward = forward
             if enable:
                 # The instance's forward, not a call of the layer: hooks (FSDP's among them) stay outside of it.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
