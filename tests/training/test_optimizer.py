@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,9 @@ def groups_by_name(model, **settings):
     return found
 
 
+RATES: dict[str, float] = {"lr": 0.1, "weight_decay": 0.5}
+
+
 def test_groups_for_an_optimizer_of_ones_own_have_learning_rates():
     """MAE's rule: rate * decay ** (depth + 1 - layer), where norm and head are layer depth + 1."""
     model = vit(depth=3)
@@ -55,8 +60,21 @@ def test_groups_for_an_optimizer_of_ones_own_have_learning_rates():
     for part, rate in expected.items():
         found = [rates[id(parameter)] for parameter in model.get_submodule(part).parameters()]
         assert found == pytest.approx([rate] * len(found))
-    with pytest.raises(UserError, match=r"before torch\.compile"):
-        vitral.parameter_groups(nn.DataParallel(model), lr=0.1)
+    wrappers: list[Any] = [nn.DataParallel(model), torch.compile(model), torch.compile(nn.DataParallel(model))]
+    for wrapped in wrappers:
+        with pytest.raises(UserError, match=r"before torch\.compile"):
+            vitral.parameter_groups(wrapped, lr=0.1)
+
+
+def test_modules_of_ones_own_are_not_taken_for_wrappers():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(3, 2)
+
+    for own in (Own(), torch.compile(Own())):
+        rates = {name: (group["lr"], group["weight_decay"]) for name, group in groups_by_name(own, **RATES).items()}
+        assert list(rates.values()) == [(0.1, 0.5), (0.1, 0.0)]
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -17,10 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.adamw import adamw
 
 from vitral.errors import UserError
 from vitral.models.adapters import add_lora
+from vitral.models.model import VisionModel
 from vitral.training.parallel import local_shard
 
 _BEFORE_BLOCKS = ("stem", "embed", "class_token", "registers", "root", "mask_token")
@@ -97,7 +99,7 @@ def parameter_groups(
     Raises:
         UserError: the layers are not known, as of a module of your own.
     """
-    if next(model.named_parameters(), ("",))[0].startswith(("_orig_mod.", "module.")):
+    if _is_wrapped(model):
         raise UserError("parameter_groups needs the model itself: call it before torch.compile or DDP wraps the model.")
     kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     matrices = _muon_matrices(model)
@@ -197,6 +199,13 @@ def _depth(model: nn.Module) -> int:
     layers = getattr(inner, "blocks", None) or getattr(inner, "stages", None)
     assert isinstance(layers, nn.ModuleList)
     return len(layers)
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether it is a model of vitral inside torch.compile or data parallelism, which rename its parameters."""
+    parallel = isinstance(model, DataParallel | DistributedDataParallel)
+    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return inner is not None and (isinstance(inner, VisionModel) or _is_wrapped(inner))
 
 
 def _is_head(name: str) -> bool:
