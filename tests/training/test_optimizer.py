@@ -77,6 +77,21 @@ def test_modules_of_ones_own_are_not_taken_for_wrappers():
         assert list(rates.values()) == [(0.1, 0.5), (0.1, 0.0)]
 
 
+def test_the_head_of_a_model_inside_another_is_known():
+    """As a LightningModule has it."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = vit(depth=1)
+
+    expected = groups_by_name(vit(depth=1), **RATES, layer_decay=0.5, head_lr=3.0)
+    found = groups_by_name(Module(), **RATES, layer_decay=0.5, head_lr=3.0)
+    assert {name: group["lr"] for name, group in found.items()} == {
+        f"model.{name}": group["lr"] for name, group in expected.items()
+    }
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_only_kernels_decay_and_nothing_is_forgotten(kind):
     model = MODELS[kind]

@@ -209,7 +209,7 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def _is_head(name: str) -> bool:
-    return name.startswith("head.")
+    return name.removeprefix("model.").startswith("head.")  # of a model inside another, too
 
 
 def learning_rate(
