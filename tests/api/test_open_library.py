@@ -97,7 +97,11 @@ def test_images_in_memory_are_predicted_like_files(weights: Path, colours: Path)
     pixels = np.array(picture)
     expected = vitral.predict(weights, path).rows[0]
     tensor, encoded = torch.from_numpy(pixels).permute(2, 0, 1), path.read_bytes()
-    for image in (picture, pixels, [pixels], (picture,), tensor, tensor[None], encoded, [encoded], BytesIO(encoded)):
+    saved = BytesIO()
+    picture.save(saved, "png")  # which leaves its position at the end
+    in_memory = (picture, pixels, [pixels], (picture,), tensor, tensor[None])
+    buffers: list[Any] = [encoded, [encoded], BytesIO(encoded), saved, bytearray(encoded), [memoryview(encoded)]]
+    for image in (*in_memory, *buffers, memoryview(encoded)):
         (row,) = vitral.predict(weights, image).rows
         assert (row.path, row.names, row.probabilities) == ("image 0", expected.names, expected.probabilities)
     for paths in (np.array([str(path)]), iter([str(path)])):
@@ -148,6 +152,17 @@ def test_grey_arrays_have_one_channel(weights: Path) -> None:
 def test_what_is_no_image_is_refused(weights: Path, image: Any, message: str) -> None:
     with pytest.raises(vitral.UserError, match=re.escape(message)):
         vitral.predict(weights, image)
+
+
+def test_files_that_cannot_be_read_are_refused(weights: Path, tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    Image.new("RGB", (8, 8)).save(path)
+    closed = BytesIO()
+    closed.close()
+    with path.open("ab") as written, path.open(encoding="utf-8") as text:
+        for stream in (closed, written, text):
+            with pytest.raises(vitral.UserError, match=r"cannot read image 0 .*: open its file with mode"):
+                vitral.predict(weights, [stream])  # type: ignore[bad-argument-type]
 
 
 def test_data_in_memory_is_named_by_its_class(weights: Path, cache: None) -> None:

@@ -30,9 +30,10 @@ from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_schema import DataRecipe
 from vitral.serving import unread
 
+Encoded = bytes | bytearray | memoryview
 # A file or folder; a PIL image, uint8 pixels (height, width, channels) or (channels, height, width) of a tensor; an
 # encoded image, or an open file of one.
-ImageLike = str | Path | PILImage | np.ndarray | Tensor | bytes | BinaryIO
+ImageLike = str | Path | PILImage | np.ndarray | Tensor | Encoded | BinaryIO
 Images = ImageLike | Sequence[ImageLike] | Iterator[ImageLike]
 _DEV = 0.1  # share of train to select weights by, if the user requests this without naming images for it
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*", "fold-*")  # what a run leaves in its folder
@@ -144,25 +145,37 @@ def open_any_images(images: Images) -> Split:
 
 
 def _several(images: Images) -> Sequence[ImageLike]:
+    if isinstance(images, str | Encoded):
+        return [images]
     dimensions = getattr(images, "ndim", 0)
     if dimensions == 1:  # paths in an array, or in a column of a data frame
         return cast(Any, images).tolist()
     if dimensions == 4 or (isinstance(images, Iterator) and not hasattr(images, "read")):
         return list(cast(Any, images))
-    if isinstance(images, Sequence) and not isinstance(images, str | bytes):
+    if isinstance(images, Sequence):
         return images
     return [cast(ImageLike, images)]
 
 
-def _in_memory(image: PILImage | np.ndarray | Tensor | bytes | BinaryIO, name: str) -> bytes | np.ndarray:
+def _in_memory(image: PILImage | np.ndarray | Tensor | Encoded | BinaryIO, name: str) -> bytes | np.ndarray:
     """An encoded image as it is, others as uint8 pixels (height, width, channels)."""
-    encoded = image.read() if hasattr(image, "read") else image
-    if isinstance(encoded, bytes):
-        return encoded
+    encoded = _contents(cast(BinaryIO, image), name) if hasattr(image, "read") else image
+    if isinstance(encoded, Encoded):
+        return bytes(encoded)
     try:
         return eight_bit_array(image, name)
     except ImageError as error:
         raise UserError(f"cannot read {name}: {error}; pass a complete image.") from error
+
+
+def _contents(stream: BinaryIO, name: str) -> bytes:
+    """All of an open file, from its beginning as Pillow reads it: an image may just have been written to it."""
+    try:
+        if stream.seekable():
+            stream.seek(0)
+        return stream.read()
+    except (OSError, ValueError) as error:
+        raise UserError(f'cannot read {name} ({error}): open its file with mode "rb".') from error
 
 
 def unread_images(split: Split, read: Collection[str]) -> tuple[UnreadableImage, ...]:
