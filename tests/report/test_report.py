@@ -619,6 +619,16 @@ def test_python_writes_the_page_of_data_in_memory(pictures, tmp_path):
         done.write_page(rows[::2])
 
 
+def test_a_page_shows_the_images_that_were_scored(run, pictures, tmp_path):
+    """Others may have the same names."""
+    moved = Path(shutil.copytree(pictures, tmp_path / "moved"))
+    assert write_run_page(run, moved, device="cpu").read_text("utf-8").count("held-out") > 1
+    for path in moved.rglob("*.png"):
+        Image.new("RGB", (8, 8)).save(path)
+    with pytest.raises(vitral.UserError, match=r"was scored on other images than those of .*moved: pass its own data"):
+        write_run_page(run, moved, device="cpu")
+
+
 def test_a_module_of_ones_own_and_folds_have_no_page(pictures, tmp_path):
     class Mean(torch.nn.Module):
         def __init__(self) -> None:

@@ -21,6 +21,7 @@ from vitral.atomic import check_writable, checked_output, write_text
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
+from vitral.data.contents import RunContents
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split
@@ -142,8 +143,7 @@ def write_run_page(folder: str | Path, data: Data | DataSet, *, device: str = ""
     settings = from_toml(recipe)
     opened = data if isinstance(data, DataSet) else open_restricted(data, settings)
     reported = opened.reported_split(settings.patience > 0)
-    scored = json.loads(run.read_text("data.json") or "{}").get("evaluated")
-    if reported is not None and scored not in (None, reported.fingerprint()):
+    if reported is not None and _scored_others(run, reported):
         raise UserError(f"{run.path} was scored on other images than those of {opened.source}: pass its own data.")
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
@@ -153,6 +153,15 @@ def write_run_page(folder: str | Path, data: Data | DataSet, *, device: str = ""
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
     run.write_text("page.html", page)
     return run.path / "page.html"
+
+
+def _scored_others(run: RunFolder, reported: Split) -> bool:
+    """Whether the result of a run is of other images than these, by name, label or content."""
+    scored = json.loads(run.read_text("data.json") or "{}").get("evaluated")
+    if scored not in (None, reported.fingerprint()):
+        return True
+    contents = run.read_text("split.json")
+    return contents is not None and bool(RunContents.from_json(contents).changed(reported))
 
 
 def model_facts(card: Card) -> dict[str, str]:
