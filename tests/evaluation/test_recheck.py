@@ -62,6 +62,20 @@ def test_as_few_images_are_computed_again_as_leave_one_in_400_with_another_class
     assert np.mean(shares) == pytest.approx(least, rel=0.25)
 
 
+@pytest.mark.parametrize("offset", [0, 6, 12, 25, 50])
+def test_one_in_400_is_expected_to_keep_another_class_with_equal_differences_too(images, offset):
+    """Logits in half precision have many: their differences are multiples of a step, here up to 1/4."""
+    logits = (images + offset).bfloat16().float()
+    found = rounded(logits).bfloat16().float()
+    for start in range(0, len(logits) - SAMPLE, SAMPLE):
+        fp8, exact = found[start : start + SAMPLE], logits[start : start + SAMPLE]
+        likeliest = torch.from_numpy(np.argsort(fp8.numpy(), axis=1)[:, :-3:-1].copy())  # equal ones in its order
+        gap, true = (-values.double().gather(1, likeliest).diff()[:, 0] for values in (fp8, exact))
+        error = (gap - true).square().mean().sqrt()
+        kept = gap[~torch.from_numpy(Recheck.of(fp8.numpy(), exact.numpy()).doubtful(fp8.numpy()))]
+        assert torch.special.ndtr(-kept / error).sum() / SAMPLE <= CHANGED
+
+
 def test_exact_logits_are_not_computed_again(images):
     recheck = Recheck.of(images.numpy(), images.numpy())
     assert (recheck.recomputed, recheck.same_before, recheck.same_after) == (0, 1, 1)

@@ -46,6 +46,8 @@ class Recheck:
         other = torch.special.ndtr(torch.from_numpy(-ordered / max(error, 1e-12))).numpy()
         remaining = other[::-1].cumsum()[::-1] / len(gaps)  # of all images, if those before are computed again
         enough = int((remaining > CHANGED).sum())
+        if enough:  # of equal differences, which logits in half precision have, all are computed again
+            enough = int(np.searchsorted(ordered, ordered[enough - 1], side="right"))
         margin = float(ordered[enough]) if enough < len(ordered) else np.inf
         close, same = gaps < margin, fp8.argmax(1) == bfloat16.argmax(1)
         return cls(margin, len(fp8), *(float(share.mean()) for share in (close, same, same | close)))
