@@ -351,6 +351,8 @@ def test_images_without_labels(tmp_path):
     (folder / "empty").mkdir()
     with pytest.raises(UserError, match="There is no image in"):
         open_images([folder / "empty"])
+    with pytest.raises(UserError, match="IMAGES have an empty name"):  # not all of the current folder
+        open_images([named, ""])
 
 
 # Manifests

@@ -91,6 +91,8 @@ def open_images(sources: Sequence[str | Path]) -> Split:
     """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one."""
     if not sources:
         raise UserError("IMAGES are missing: name image files, or folders that have some.")
+    if "" in sources:
+        raise UserError('IMAGES have an empty name: remove it, or name "." for the current folder.')
     names: list[str] = []
     for source in sources:
         path = Path(source).expanduser()
