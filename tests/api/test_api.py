@@ -233,6 +233,8 @@ def test_a_card_and_a_path_that_are_swapped_are_refused(model: Model, card: Card
     swapped: tuple[Any, ...] = (card, str(tmp_path / "model.safetensors"))
     with pytest.raises(vitral.UserError, match=r"^card must be a vitral\.checkpoints\.card\.Card, not '"):
         vitral.save(model, *swapped)
+    with pytest.raises(vitral.UserError, match=r"^path must be a text or a os\.PathLike, not Card\("):
+        vitral.save(model, *swapped[:1])
     options: dict[str, Any] = {"format": 3}
     with pytest.raises(vitral.UserError, match=r"^format must be a text, not 3\.$"):
         vitral.save(model, tmp_path / "model.safetensors", **options)

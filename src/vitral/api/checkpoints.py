@@ -153,6 +153,7 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
         UserError: if it is not a model of vitral, or the format cannot express what it computes.
     """
     check_value("card", card, Card | None)
+    check_value("path", path, str | os.PathLike)
     check_value("format", format, str)
     weights = weights_of(model, card.changes if card else ())
     card = write(weights, card or Card(weights.architecture), Path(path), format)
