@@ -455,7 +455,7 @@ def test_floating_point_images_are_rounded_with_a_note():
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.full((3, 4, 4), -1.5), "values from -1.5 to -1.5, not 0 to 1: return images without normalisation"),
+        (torch.full((3, 4, 4), -1.5), "values from -1.5 to -1.5, not 0 to 1: pass images that are not normalised"),
         (torch.full((3, 4, 4), float("nan")), "not 0 to 1"),
         (torch.zeros(9, 9, 3, dtype=torch.uint8), "a tensor of shape (9, 9, 3): return (channels, height, width)"),
         (torch.zeros(2, 3, 4, 4), "a tensor of shape (2, 3, 4, 4)"),

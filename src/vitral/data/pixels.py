@@ -65,7 +65,7 @@ def eight_bit_array(value: Any, name: str) -> np.ndarray:
         return eight_bits(array)
     except ValueError as error:
         raise UserError(
-            f"{name} has {error}: return images without normalisation, or pass it as transform=."
+            f"{name} has {error}: pass images that are not normalised; in training, transform= may normalise them."
         ) from error
 
 
