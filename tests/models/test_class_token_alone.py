@@ -191,8 +191,17 @@ def test_subclasses_have_what_they_define(images):
         def pool(self, tokens: torch.Tensor) -> torch.Tensor:
             return tokens.mean(dim=1)
 
+    class Centred(ViT):
+        def _final_norm(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens - tokens.mean(dim=1, keepdim=True)
+
+    class Scaled(ViT):
+        def _apply_block(self, index: int, x: torch.Tensor, *more: Any, **only: Any) -> torch.Tensor:
+            assert not only
+            return super()._apply_block(index, x, *more) + x.mean(dim=1, keepdim=True)
+
     model = make_model()
-    for kind in (Doubled, Pooled):
+    for kind in (Doubled, Pooled, Centred, Scaled):
         own = deepcopy(model)
         own.__class__ = kind
         assert not saved(own, images)

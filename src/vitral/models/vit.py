@@ -111,10 +111,9 @@ class ViT(VisionModel[ViTConfig]):
         return self.pool(tokens)
 
     def _pools_as_defined(self) -> bool:
-        """Whether `encode` and `pool` are neither a subclass's nor replaced."""
+        """Whether no method that sees all tokens of the last block is a subclass's or replaced."""
         return not any(
-            name in self.__dict__ or getattr(type(self), name) is not defined
-            for name, defined in (("encode", _ENCODE), ("pool", _POOL))
+            name in self.__dict__ or getattr(type(self), name) is not defined for name, defined in _SEE_ALL_TOKENS
         )
 
     def _encode(self, patches: Tensor, visible: Tensor | None = None, *, only_class_token: bool = False) -> Tensor:
@@ -132,7 +131,7 @@ class ViT(VisionModel[ViTConfig]):
         for i in range(last + 1):
             # Of the other tokens, the last block then computes no more than keys and values.
             shortened = only_class_token and i == last and self._may_shorten_last_block(x)
-            x = self._apply_block(i, x, positions, grid, rotations[i], queries=1 if shortened else None)
+            x = self._apply_block(i, x, positions, grid, rotations[i], **({"queries": 1} if shortened else {}))
         return self._final_norm(x)
 
     def _may_shorten_last_block(self, x: Tensor) -> bool:
@@ -210,11 +209,10 @@ class ViT(VisionModel[ViTConfig]):
         positions: list[Tensor],
         grid: Size,
         rotation: Rotation | None,
-        queries: int | None = None,
+        **only: int,
     ) -> Tensor:
         if index > 0 and self.config.injection != "input":
             x = x + positions[index % len(positions)]
-        only = {} if queries is None else {"queries": queries}
         return self.blocks[index](x, grid=grid, rotation=rotation, **only)  # by name: hooks receive tensors alone
 
     def _final_norm(self, tokens: Tensor) -> Tensor:
@@ -260,7 +258,7 @@ class ViT(VisionModel[ViTConfig]):
         return self.blocks
 
 
-_ENCODE, _POOL = ViT.encode, ViT.pool
+_SEE_ALL_TOKENS = tuple((name, getattr(ViT, name)) for name in ("encode", "pool", "_apply_block", "_final_norm"))
 
 
 def patch_pixels(images: Tensor, side: int, grid: Size) -> Tensor:
