@@ -212,7 +212,7 @@ NO_EFFECT = {"fix_init", "qkv_fused"}
     ("name", "fewest"),
     [
         *(("vit_tiny_patch16_224", 18), ("deit_tiny_distilled_patch16_224", 14), ("vit_small_patch16_dinov3", 18)),
-        *(("eva02_tiny_patch14_224", 18), ("beit_base_patch16_224", 8)),
+        *(("eva02_tiny_patch14_224", 18), ("beit_base_patch16_224", 8), ("vit_giant_patch14_dinov2", 17)),
     ],
 )
 def test_any_changed_argument_is_read_or_refused(name, fewest, tmp_path):

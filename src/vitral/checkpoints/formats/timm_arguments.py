@@ -144,6 +144,8 @@ def _missing_in_vit(arguments: Arguments) -> list[str]:
         missing.append("GeGLU" if "GeGlu" in arguments["mlp_layer"] else f'the MLP "{arguments["mlp_layer"]}"')
     elif arguments["mlp_layer"] == "Mlp" and (arguments["act_layer"] or "gelu") not in GELUS:
         missing.append(f'the activation "{arguments["act_layer"]}"')
+    elif arguments["mlp_layer"] == SWIGLU and (arguments["act_layer"] or "gelu").lower() not in ("silu", "swish"):
+        missing.append(f'the activation "{arguments["act_layer"] or "gelu"}" in a gated MLP')
     elif arguments["mlp_layer"] == SWIGLU and arguments["global_pool"] == "map":
         missing.append("attention pooling with SiLU")
     if arguments["embed_norm_layer"]:
