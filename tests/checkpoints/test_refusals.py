@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitral.architecture import Architecture, ResNetConfig, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import Checkpoint, describe, read
@@ -204,6 +204,9 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("timm", ARCHITECTURES["hybrid"], "hybrid's ResNet"),
     ("timm", replace(SMALL, representation=8), "tanh layer"),
     ("timm", replace(SMALL, pool="token+mean"), "pooling"),
+    ("timm-naflex", replace(ERF, norm_eps=1e-5), "epsilon of 1e-6, not 1e-05"),
+    ("timm-deit", replace(ERF, norm_eps=1e-5, registers=1, pool="token+register"), "epsilon of 1e-6, not 1e-05"),
+    ("timm-hybrid", replace(ERF, norm_eps=1e-5, stem=StemConfig(blocks=())), "epsilon of 1e-6, not 1e-05"),
     ("torchvision", replace(ERF, layer_scale=True), "LayerScale"),
     ("torchvision", SMALL, "exact .erf. GELU"),
     ("hf", replace(SMALL, registers=2), "registers"),

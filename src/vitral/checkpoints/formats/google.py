@@ -24,6 +24,7 @@ from vitral.checkpoints.formats.table import (
     image_of_rows,
     is_square,
     later_parts,
+    other_epsilon,
 )
 from vitral.errors import UserError
 
@@ -120,8 +121,8 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
         return reason
     if c.gelu != "tanh":
         return "it implies the tanh GELU, and these weights use the exact (erf) one"
-    if c.norm_eps != 1e-6:
-        return f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+    if reason := other_epsilon(c):
+        return reason
     if c.registers or c.layer_scale or c.axial:
         return "it does not support registers, LayerScale or axial blocks"
     if c.position == "relative" or c.injection != "input":

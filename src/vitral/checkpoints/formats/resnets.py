@@ -16,7 +16,16 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats import hf_config
 from vitral.checkpoints.formats.google import flax_conv, plain_resize
 from vitral.checkpoints.formats.layout import ResNetLayout, torch_conv, torch_resnet
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, bias, later_parts, linear, norm
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Entry,
+    Format,
+    bias,
+    later_parts,
+    linear,
+    norm,
+    other_epsilon,
+)
 from vitral.checkpoints.formats.timm import TIMM, pretrained_cfg
 from vitral.checkpoints.formats.timm_arguments import size_of_argument
 from vitral.checkpoints.formats.timm_reading import plain_header
@@ -307,7 +316,8 @@ def _hybrid_unsupported_reason(architecture: Architecture) -> str | None:
     stem = architecture.stem
     if stem.blocks not in _HYBRIDS or stem.width != 1:
         return "timm's hybrids have the root alone, an R26 or an R50, of one width, in front"
-    return later_parts(architecture) or TIMM.unsupported_reason(_without_stem(architecture))
+    reason = later_parts(architecture) or other_epsilon(architecture)
+    return reason or TIMM.unsupported_reason(_without_stem(architecture))
 
 
 def _without_stem(c: ViTConfig) -> ViTConfig:

@@ -285,6 +285,11 @@ def later_parts(c: ViTConfig, *allowed: str) -> str | None:
     return None
 
 
+def other_epsilon(c: ViTConfig) -> str | None:
+    """Why a format that does not state the epsilon of LayerNorm cannot represent an architecture."""
+    return None if c.norm_eps == 1e-6 else f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+
+
 def linear(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
     """A torch linear layer: weight (out, in), as ours."""
     return [Entry(f"{theirs}.weight", f"{ours}.weight", (outputs, inputs)), *bias(theirs, ours, outputs)]

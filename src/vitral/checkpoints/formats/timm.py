@@ -13,7 +13,7 @@ from typing import Any
 from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, timm_layout
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, later_parts
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, later_parts, other_epsilon
 from vitral.checkpoints.formats.timm_arguments import POOLS, arguments_of
 from vitral.checkpoints.formats.timm_reading import INDEX, file_entries, named_factory, read_header
 from vitral.checkpoints.processors import from_timm, to_timm
@@ -284,7 +284,7 @@ def _torchvision_unsupported_reason(architecture: Architecture) -> str | None:
         return "it needs a class token, and does not support registers or LayerScale"
     if c.gelu != "erf":
         return "it implies the exact (erf) GELU, and these weights use the tanh one"
-    return None if c.norm_eps == 1e-6 else f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+    return other_epsilon(c)
 
 
 TORCHVISION = Format(

@@ -18,7 +18,16 @@ from torch import Tensor
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts, linear
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Entry,
+    Format,
+    Shape,
+    Tensors,
+    later_parts,
+    linear,
+    other_epsilon,
+)
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.checkpoints.formats.timm_arguments import WITHOUT_EFFECT, factories
 from vitral.checkpoints.formats.timm_reading import plain_header
@@ -152,6 +161,8 @@ def _deit_unsupported_reason(architecture: Architecture, names: _DeitNames) -> s
         return "its heads read the class token and the distillation token after the last LayerNorm"
     if names is _TIMM and c.pool == "token":
         return "it has a head on the distillation token, and this model has none"
+    if names is _TIMM and (reason := other_epsilon(c)):
+        return reason
     return later_parts(c, "pool") or names.plain.unsupported_reason(_plain(c))
 
 
@@ -345,7 +356,7 @@ def _naflex_unsupported_reason(architecture: Architecture) -> str | None:
         return TIMM.unsupported_reason(c)
     if c.pool == "map":  # which reads patches alone here
         c = replace(c, class_token=False, registers=0)
-    reason = later_parts(c, "qkv_bias") or TIMM.unsupported_reason(c)
+    reason = later_parts(c, "qkv_bias") or other_epsilon(c) or TIMM.unsupported_reason(c)
     if reason or c.pool.startswith("token+"):
         return reason or "its features are one token's, or the patches'"
     if c.image[0] % c.patch or c.image[1] % c.patch:
