@@ -198,6 +198,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("google", replace(SMALL, injection="shared"), "once, at the input"),
     ("google", ARCHITECTURES["BiT"], "not ResNets"),
     ("big_vision", ARCHITECTURES["hybrid"], "hybrid's ResNet"),
+    ("big_vision", replace(SMALL, pool="map"), "no class token"),
     ("bit", ResNetConfig(blocks=(1, 1, 1, 1), root_pool="-inf"), "minus infinity"),
     ("bit", SMALL, "not Vision Transformers"),
     ("timm", replace(SMALL, norm_eps=1e-12), "epsilon of 1e-5 or 1e-6, not 1e-12"),

@@ -131,6 +131,8 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
         return "its last LayerNorm is before pooling, not after"
     if c.pool == "mean" and c.class_token:
         return "its mean would include the class token"
+    if c.pool == "map" and c.class_token:
+        return "its models with attention pooling have no class token"
     return None
 
 
