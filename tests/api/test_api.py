@@ -193,19 +193,25 @@ def test_convert_does_not_overwrite(file: Path) -> None:
 
 
 def test_convert_says_what_the_file_does_not(model: Model, card: Card, tmp_path: Path) -> None:
-    erf = replace(TINY, gelu="erf", image=(16, 24), resize="timm")
-    vitral.save(build(erf), tmp_path / "wide.safetensors", replace(card, architecture=erf))
-    done = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "tv.safetensors", format="torchvision")
-    assert "its grid is 4x6" in done.unstated
+    erf = replace(TINY, gelu="erf", resize="timm")
+    vitral.save(build(erf), tmp_path / "erf.safetensors", replace(card, architecture=erf))
+    done = vitral.convert(tmp_path / "erf.safetensors", tmp_path / "tv.safetensors", format="torchvision")
     assert "it has 2 heads" in done.unstated
     assert any("rule timm" in words for words in done.unstated)
     assert done.unstated[-2:] == ("the names of its classes", "its preprocessing")
-    _, *others = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "hf", format="hf").unstated
+    _, *others = vitral.convert(tmp_path / "erf.safetensors", tmp_path / "hf", format="hf").unstated
     assert [words.startswith("its preprocessing is decode|resize_small(20, bicubic)") for words in others] == [True]
+
+
+def test_convert_says_that_a_grid_is_not_square(card: Card, tmp_path: Path) -> None:
+    wide = replace(TINY, image=(16, 20))
+    vitral.save(build(wide), tmp_path / "wide.safetensors", replace(card, architecture=wide))
+    done = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "wide.npz", format="google")
+    assert "its grid is 4x5" in done.unstated
     with pytest.raises(vitral.UserError, match="grid="):
-        vitral.load(done.target, heads=2)
-    loaded, _ = vitral.load(done.target, heads=2, grid=(4, 6))
-    assert loaded.config.image == (16, 24)
+        vitral.load(done.target)
+    loaded, _ = vitral.load(done.target, grid=(4, 5))
+    assert loaded.config.image == (16, 20)
 
 
 def test_info_reads_headers_alone(file: Path, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("timm-deit", replace(ERF, norm_eps=1e-5, registers=1, pool="token+register"), "epsilon of 1e-6, not 1e-05"),
     ("timm-hybrid", replace(ERF, norm_eps=1e-5, stem=StemConfig(blocks=())), "epsilon of 1e-6, not 1e-05"),
     ("torchvision", replace(ERF, layer_scale=True), "LayerScale"),
+    ("torchvision", replace(ERF, image=(16, 40)), "square images only"),
     ("torchvision", SMALL, "exact .erf. GELU"),
     ("hf", replace(SMALL, registers=2), "registers"),
     ("hf", replace(SMALL, representation=32), "tanh layer"),

@@ -214,7 +214,7 @@ def unsupported(variants: tuple[Variant, ...]) -> Callable[[Architecture], str |
 
 
 def square_only(c: ViTConfig) -> str | None:
-    """transformers derives the grid of most families from one side, or from the root of the number of patches."""
+    """torchvision and most families of transformers derive the grid from one side, or from the number of patches."""
     return None if c.image[0] == c.image[1] else "it is for square images only"
 
 

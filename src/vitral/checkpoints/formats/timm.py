@@ -12,6 +12,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats.hf_config import square_only
 from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, timm_layout
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, later_parts, other_epsilon
 from vitral.checkpoints.formats.timm_arguments import POOLS, arguments_of
@@ -284,7 +285,7 @@ def _torchvision_unsupported_reason(architecture: Architecture) -> str | None:
         return "it needs a class token, and does not support registers or LayerScale"
     if c.gelu != "erf":
         return "it implies the exact (erf) GELU, and these weights use the tanh one"
-    return other_epsilon(c)
+    return other_epsilon(c) or square_only(c)
 
 
 TORCHVISION = Format(
