@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,19 @@ def test_a_config_that_changes_the_computation_is_refused(name, tmp_path):
         read(configured(folder, lambda config: config.update(changes)))
     assert words in str(error.value)
     assert len(str(error.value).partition("model.safetensors")[2]) < 300
+
+
+@pytest.mark.parametrize("name", ["ViT", "DINOv3"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)])  # as MLX stores kernels
+def test_other_patches_are_refused_by_their_shape(name, order, tmp_path):
+    patch = (8, 4) if order == (0, 1, 2, 3) else 8
+    case = replace(HF_CASES[name], settings={**HF_CASES[name].settings, "patch_size": patch})
+    folder = case.save(case.build(), tmp_path)
+    state = {key: t.permute(order) if t.ndim == 4 else t for key, t in load_file(folder / "model.safetensors").items()}
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "model.safetensors")
+    shape = [32, 3, 8, 4] if patch == (8, 4) else [32, 8, 8, 3]
+    with pytest.raises(UserError, match=re.escape(f"its patch embedding of the shape {shape} has patches that are")):
+        read(folder)
 
 
 def test_absolute_positions_beside_a_relative_bias_are_refused(tmp_path):

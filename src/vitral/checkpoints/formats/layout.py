@@ -13,6 +13,7 @@ from typing import Any
 
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, bias, heads_of, image_of_rows, linear, norm
+from vitral.errors import UserError
 
 TIMM_SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 
@@ -106,7 +107,13 @@ def timm_layout(
 
 def read_sizes(header: CheckpointHeader, names: Layout) -> dict[str, Any]:
     """The fields of `ViTConfig` that the shapes of every layout show."""
-    width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)
+    kernel = header.shape(f"{names.patches}.weight", 4)
+    width, channels, patch, columns = kernel
+    if columns != patch:
+        raise UserError(
+            f"its patch embedding of the shape {list(kernel)} has patches that are not square, or its channels last, "
+            "as MLX writes them: that is not supported."
+        )
     gated = bool(names.gates) and header.has(names.in_block(0, f"{names.gates[0]}.weight"))
     mlp = header.shape(names.in_block(0, f"{names.gates[0] if gated else names.hidden}.weight"), 2)[0]
     if names.gates == (names.hidden,):  # the second layer shows whether the first is a gate and its value

@@ -172,9 +172,6 @@ def _shown(header: CheckpointHeader) -> dict[str, Any]:
     """The fields of the architecture that the tensors show."""
     names = _layout(header)
     sizes = read_sizes(header, names)
-    _, _, height, width = header.shape("patch_embed.proj.weight", 4)
-    if height != width:
-        raise UserError(f"its patches of {height}x{width} pixels are not square: that is not supported.")
     before, after = header.has("norm.weight"), header.has("fc_norm.weight")
     if before and after:
         raise UserError("the file has a final LayerNorm before and one after pooling: that is not supported.")
