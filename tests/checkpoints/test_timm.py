@@ -119,7 +119,7 @@ AMBIGUOUS = {
 CLEAR = [
     *("vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2", "beit_base_patch16_224"),
     *("vit_base_patch16_siglip_224", "vit_small_patch16_rope_mixed_ape_224", "beit3_base_patch16_224"),
-    *("vit_so150m2_patch16_reg1_gap_256", "vit_wee_patch16_reg1_gap_256", "test_vit3"),
+    *("vit_so150m2_patch16_reg1_gap_256", "vit_wee_patch16_reg1_gap_256", "test_vit3", "flexivit_small"),
 ]
 
 

@@ -89,7 +89,7 @@ def _alone(c: ViTConfig) -> str | None:
         back = read_header(CheckpointHeader(shapes, hints=hints)).architecture
     except UserError:
         return "its tensors do not state all of its architecture"
-    back = replace(back, image=c.image)
+    back = replace(back, image=c.image, resize="timm")
     if back.gelu != c.gelu:
         return "timm assumes the exact (erf) GELU"
     if back.pool != c.pool and c.norm_place == "tokens":

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from vitral.architecture import Gelu, NormPlace, Pool, RopeConfig, Size, ViTConfig
+from vitral.architecture import Gelu, NormPlace, Pool, ResizeRule, RopeConfig, Size, ViTConfig
 from vitral.checkpoints.formats.layout import Layout, timm_layout
 from vitral.errors import UserError
 
@@ -56,6 +56,13 @@ class TimmFactory:
     name: str
     model: str  # the class, such as "Eva"
     arguments: dict[str, Any]  # of the class, its defaults included; classes and functions by their names
+
+    @property
+    def resize(self) -> ResizeRule:
+        """How timm resizes positions when it loads the model: those of FlexiViT and RADIO linearly."""
+        if not ("flexivit" in self.name or "_radio_" in self.name):
+            return "timm"
+        return "google" if self.name in ("vit_base_patch16_radio_v3", "vit_huge_patch16_radio_v3") else "linear"
 
 
 @cache

@@ -50,6 +50,7 @@ _STATED_BY = {
     **{"gelu": "act_layer", "pool": "global_pool", "norm_eps": "norm_layer", "post_norm": "use_post_norm"},
     **{"rope": "use_rot_pos_emb", "map_heads": "attn_pool_num_heads", "map_prefix": "pool_include_prefix"},
 }
+_SIZES = ("depth", "width", "mlp", "patch")
 INDEX = "relative_position_index"  # which older files store with the table of relative positions
 _FOLDED = "position rows of the registers folded into the registers"
 
@@ -121,12 +122,13 @@ def read_header(header: CheckpointHeader) -> TimmFile:
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
 
 
-def _rule(header: CheckpointHeader) -> ResizeRule:
-    """How timm resizes positions when it loads the file: those of FlexiViT and RADIO linearly."""
-    named = named_factory(header)
-    if named is None or not ("flexivit" in named.name or "_radio_" in named.name):
-        return "timm"
-    return "google" if named.name in ("vit_base_patch16_radio_v3", "vit_huge_patch16_radio_v3") else "linear"
+def _rule(header: CheckpointHeader, shown: dict[str, Any], class_position: bool) -> ResizeRule:
+    """How timm resizes positions when it loads the file, by its name or else by its tensors."""
+    if named := named_factory(header):
+        return named.resize
+    stated = {**{key: shown[key] for key in (*_SIZES, "registers")}, "class_position": class_position}
+    rules = {one.fields["resize"] for one in _similar(header) if stated.items() <= one.fields.items()}
+    return rules.pop() if len(rules) == 1 else "timm"
 
 
 def _overrides(header: CheckpointHeader) -> dict[str, Any]:
@@ -219,9 +221,8 @@ class _Candidate:
 
     name: str
     keys: frozenset[str]  # of block 0 and outside of the blocks
-    sizes: tuple[int, ...]  # depth, width, mlp, patch
     heads: int
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # of the ViTConfig, with `_SIZES`
 
 
 @cache
@@ -234,22 +235,27 @@ def _candidates() -> tuple[_Candidate, ...]:
         small = ViTConfig(depth=1, width=64, mlp=8, heads=2, patch=8, image=(16, 16), classes=0, **fields)
         table = layout_entries(layout_of_arguments(factory.model, arguments), small)
         keys = frozenset(entry.theirs for entry in table)
-        mlp = mlp_width(factory.model, arguments)
-        sizes = (arguments["depth"], arguments["embed_dim"], mlp, arguments["patch_size"])
-        found.append(_Candidate(factory.name, keys, sizes, arguments["num_heads"], fields))
+        sizes = {"depth": arguments["depth"], "width": arguments["embed_dim"], "patch": arguments["patch_size"]}
+        fields |= {**sizes, "mlp": mlp_width(factory.model, arguments), "resize": factory.resize}
+        found.append(_Candidate(factory.name, keys, arguments["num_heads"], fields))
     return tuple(found)
+
+
+def _similar(header: CheckpointHeader) -> list[_Candidate]:
+    """timm's architectures with tensors of these names."""
+    outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
+    blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
+    keys = frozenset([*outside, *blocks])
+    return [one for one in _candidates() if one.keys == keys]
 
 
 def _guessed(
     header: CheckpointHeader, shown: dict[str, Any], known: dict[str, Any], heads: int | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Hidden fields by what all of timm's architectures with the same tensors have, and the sentence that says so."""
-    outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
-    blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
-    keys = frozenset([*outside, *blocks])
-    similar = [one for one in _candidates() if one.keys == keys and known.items() <= one.fields.items()]
-    sizes = (shown["depth"], shown["width"], shown["mlp"], shown["patch"])
-    same = [one for one in similar if one.sizes == sizes]
+    similar = [one for one in _similar(header) if known.items() <= one.fields.items()]
+    sizes = {key: shown[key] for key in _SIZES}
+    same = [one for one in similar if sizes.items() <= one.fields.items()]
     hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
     if hidden["rope"] and not hidden["rope"].learned:
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
@@ -338,9 +344,11 @@ def _file(
     if header.hints.grid is None and [side // patch for side in own] != [side // patch for side in image]:
         stated = f"config.json states {own[0]}x{own[1]}, to which timm resizes them"
         notes.append(f"assumed: image={image[0]}x{image[1]}, by its positions; {stated}")
-    architecture = ViTConfig(
-        **shown, **hidden, image=image, resize=_rule(header), class_position=shown["class_token"] and extra > 0
-    )
+    class_position = shown["class_token"] and extra > 0
+    rule = _rule(header, shown, class_position)
+    if rule != "timm" and named_factory(header) is None:
+        notes.append(f"assumed: resize={rule}, as timm's models with these tensors have; if not, pass resize=")
+    architecture = ViTConfig(**shown, **hidden, image=image, resize=rule, class_position=class_position)
     if architecture.pool == "map":
         mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
         architecture = replace(architecture, map_mlp=0 if mlp == architecture.mlp else mlp)
