@@ -183,6 +183,7 @@ def test_an_unusual_combination_of_parts_is_read_as_a_plain_vit(tmp_path):
     pixels = pictures(2, 3, 32, 48)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT
     assert "heads" not in found.card.changes[0]  # the width of the norms shows them
+    assert "norms before the branches, as timm's plain ViT has" in found.card.changes[0]
 
 
 # ------------------------------------------------------------------------------------- arguments of users' own models

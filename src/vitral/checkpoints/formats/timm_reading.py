@@ -245,17 +245,16 @@ def _similar(header: CheckpointHeader) -> list[_Candidate]:
     """timm's architectures with tensors of these names."""
     outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
     blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
-    keys = frozenset([*outside, *blocks])
-    return [one for one in _candidates() if one.keys == keys]
+    return [one for one in _candidates() if one.keys == {*outside, *blocks}]
 
 
 def _guessed(
     header: CheckpointHeader, shown: dict[str, Any], known: dict[str, Any], heads: int | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Hidden fields by what all of timm's architectures with the same tensors have, and the sentence that says so."""
-    similar = [one for one in _similar(header) if known.items() <= one.fields.items()]
-    sizes = {key: shown[key] for key in _SIZES}
-    same = [one for one in similar if sizes.items() <= one.fields.items()]
+    alike = _similar(header)
+    similar = [one for one in alike if known.items() <= one.fields.items()]
+    same = [one for one in similar if {key: shown[key] for key in _SIZES}.items() <= one.fields.items()]
     hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
     if hidden["rope"] and not hidden["rope"].learned:
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
@@ -263,15 +262,16 @@ def _guessed(
         raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
     decided = {*known, *(["gelu"] if shown["swiglu"] else []), *([] if shown["class_token"] else ["pool"])}
     assumed = [f"{key}={hidden[key]}" for key in HINTED if key not in decided]
+    if not similar and {one.fields["post_norm"] for one in alike} != {False}:
+        assumed.append("norms before the branches")
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [f"heads={hidden['heads']}"] if same and not stated_heads else []  # `heads_of` records others
-    if hidden["rope"]:
-        assumed.append(f"axes of RoPE={hidden['rope'].axes}")
+    assumed += [f"axes of RoPE={hidden['rope'].axes}"] if hidden["rope"] else []
     options = " or ".join(f"{key}=" for key in (*HINTED, "heads") if any(one.startswith(key) for one in assumed))
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
-    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
-    return hidden, (sentence,) if assumed else ()
+    models = "models with these tensors have" if similar else "plain ViT has"
+    return hidden, (f"assumed: {', '.join(assumed)}, as timm's {models}; if not, {remedy}",) if assumed else ()
 
 
 def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
