@@ -23,6 +23,7 @@ from oracles import (
     quiet,
     random_weights,
     run,
+    same_bits,
     timm_loaded,
     timm_model,
     timm_saved,
@@ -135,6 +136,19 @@ def test_other_precisions_become_float32_and_are_recorded(dtype, words, tmp_path
     assert found.weights.changes == (f"weights {words}",)
     assert all(array.dtype == torch.float32 for array in found.weights.state.values())
     assert gap(run(found.weights, images), outcome(model.float(), images).logits) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_weights_of_8_bits_become_float32(dtype, suffix, tmp_path):
+    weights = random_weights(replace(SMALL, gelu="erf"))
+    written(weights, tmp_path / "model.safetensors", "torchvision")
+    state = {key: tensor.to(dtype) for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    path = tmp_path / f"narrow.{suffix}"
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    found = read(path, hints=Hints(heads=SMALL.heads)).weights
+    assert f"weights {str(dtype)[6:]} -> float32 (exact)" in found.changes
+    assert same_bits(found.state, {key: tensor.to(dtype).float() for key, tensor in weights.state.items()})
 
 
 @pytest.mark.parametrize("size", [(48, 48), (24, 56), (16, 16), (8, 40)])

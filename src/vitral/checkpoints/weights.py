@@ -253,6 +253,7 @@ def _write_file(path: Path, table: Format[Any], arrays: Mapping[str, Tensor], ca
 
 
 def _dtype_notes(described: Description) -> list[str]:
-    exact = {"bfloat16": "exact", "float16": "exact", "float64": "rounded"}
+    narrow = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    changed = {**dict.fromkeys(narrow, "exact"), "float64": "rounded"}
     dtypes = {described.file.headers[key].dtype for key in described.names}
-    return [f"weights {dtype} -> float32 ({how})" for dtype, how in exact.items() if dtype in dtypes]
+    return [f"weights {dtype} -> float32 ({how})" for dtype, how in changed.items() if dtype in dtypes]

@@ -252,7 +252,8 @@ def _checked(entry: Entry, theirs: Mapping[str, Tensor], rows: int) -> Tensor:
         raise UserError(f"tensor {entry.theirs} has the shape {list(tensor.shape)} where {expected} is expected.")
     if not tensor.is_floating_point():
         raise UserError(f"tensor {entry.theirs} has the type {tensor.dtype} where floating-point weights are expected.")
-    if not bool(torch.isfinite(tensor).all()):
+    # torch.isfinite does not take numbers of 8 bits.
+    if not bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all()):
         raise UserError(f"tensor {entry.theirs} has non-finite values (NaN or Inf): the file is damaged.")
     return tensor
 
