@@ -24,6 +24,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import quiet
 
 from vitral.atomic import atomic_write
 from vitral.checkpoints.files import TensorHeader, open_weights, read_tensors, sha256
@@ -575,6 +576,13 @@ def test_a_torchscript_program_is_named(tmp_path):
     program.save(tmp_path / "a.pt")
     with pytest.raises(UserError, match="a TorchScript program, not weights"):
         open_weights(tmp_path / "a.pt")
+
+
+def test_quantised_tensors_are_not_called_damage(tmp_path):
+    with quiet():
+        torch.save({"weight": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "model.pth")
+    with pytest.raises(UserError, match="has quantised tensors, which are not supported: save the weights from before"):
+        open_weights(tmp_path / "model.pth")
 
 
 def test_a_whole_model_is_refused_with_the_way_to_its_tensors(tmp_path):

@@ -366,6 +366,8 @@ def _refusal(path: Path, message: str) -> str:
     )
     if "TorchScript" in message:
         return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."
+    if "Quantized" in message:
+        return f"{path} has quantised tensors, which are not supported: save the weights from before quantisation."
     if refused := re.search(r"GLOBAL (\w+(?:\.\w+)+)\s", message):
         return f"{path} has {refused[1]}, which is refused because unpickling it can run code: {trusted}."
     if "weights_only" in message:
