@@ -101,6 +101,12 @@ KEYS = {
     "IA3": (["base_model.model.blocks.0.attn.qkv.ia3_l"], "adapters of PEFT without their model"),
     "unmerged": (["blocks.0.attn.qkv.base_layer.weight", "blocks.0.attn.qkv.lora_A.x"], "a model with adapters"),
     "LoRA": (["base_model.model.blocks.0.attn.qkv.lora_A.weight"], "LoRA adapters without their model"),
+    "pruned": (["blocks.0.mlp.fc1.weight_orig", "blocks.0.mlp.fc1.weight_mask"], "a model with parametrized weights"),
+    "weight norm": (
+        ["m.encoder.layer.0.output.dense.parametrizations.weight.original0", "m.embeddings.cls_token"],
+        "a model with parametrized weights",
+    ),
+    "convolutions": (["conv_proj.conv_bn_relu_0.0.weight", "class_token"], "torchvision's ViT with a convolutional"),
     "optimizer": (["state.0.exp_avg", "state.0.exp_avg_sq", "state.0.step"], "the state of an optimizer"),
     "CLIP": (["visual.transformer.resblocks.0.x", "token_embedding.weight"], "a CLIP model"),
 }

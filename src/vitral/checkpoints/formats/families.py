@@ -27,6 +27,12 @@ _FOREIGN: _Table = (
     (f"LoRA adapters without their model: {_MERGE}", (r"lora_(A|down)\b",)),
     (f"adapters of PEFT without their model: {_MERGE}", (_ADAPTER,)),
     (
+        "a model with parametrized weights (as of weight_norm or pruning): make them plain with torch's "
+        "remove_parametrizations or prune.remove and save its state dict",
+        (r"(blocks|layers?|resblocks)\.\d+\.[\w.]+\.(weight_orig|weight_g|parametrizations\.weight\.original\d?)$",),
+    ),
+    ("torchvision's ViT with a convolutional stem: use torchvision for it", (r"conv_proj\.conv_bn_relu_0\.",)),
+    (
         "a Segment Anything model (SAM 2), whose image encoder is a Hiera with windows: use sam2 for it",
         (r"(sam_mask_decoder\.|image_encoder\.trunk\.blocks\.0\.|vision_encoder\.backbone\.blocks\.0\.)",),
     ),
