@@ -148,6 +148,7 @@ STATED = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "interpolation": "bic
     ("tower", "vision", "model"),
     [
         (lambda: ClipTower(nn.GELU()), {}, {}),
+        (lambda: ClipTower(nn.GELU()), {"patch_size": [8, 8]}, {}),
         (lambda: ClipTower(QuickGelu()), {}, {"quick_gelu": True}),
         (lambda: ClipTower(nn.GELU("tanh")), {"act_kwargs": {"approximate": "tanh"}}, {}),
         (lambda: MeanClipTower(clipa=False), {"pool_type": "avg"}, {}),
@@ -177,6 +178,7 @@ def test_a_folder_of_open_clip_states_what_its_tensors_do_not(tower, vision, mod
         ({"act_kwargs": {"approximate": "none", "inplace": True}}, "states act_kwargs="),
         ({"norm_kwargs": {"eps": 1e-6, "bias": False}}, "states norm_kwargs="),
         ({"width": 64}, "states width=64 and the tensors are of 32"),
+        ({"patch_size": [8, 4]}, "states patch_size=[8, 4] and the tensors are of 8"),
     ],
 )
 def test_a_tower_of_open_clip_with_other_parts_is_refused(vision, words, tmp_path):

@@ -135,13 +135,13 @@ def _fields(stated: dict[str, Any]) -> dict[str, Any]:
 
 def _with_sizes(header: CheckpointHeader, stated: dict[str, Any]) -> CheckpointHeader:
     """The header with the heads and the grid that a vision_cfg states, unless others were passed."""
-    width, patch = header.size("visual.conv1.weight", 4), header.size("visual.conv1.weight", 4, 3)
-    for key, found in {"width": width, "patch_size": patch}.items():
-        if stated.get(key, found) != found:
+    width, _, *patch = header.shape("visual.conv1.weight", 4)
+    for key, found in {"width": [width], "patch_size": patch}.items():
+        if stated.get(key, found) not in (found, found[0]):
             raise UserError(
-                f"{OPEN_CLIP_CONFIG} states {key}={stated[key]} and the tensors are of {found}: use the model's own."
+                f"{OPEN_CLIP_CONFIG} states {key}={stated[key]} and the tensors are of {found[0]}: use the model's own."
             )
-    rows, columns = (side // patch for side in as_size(stated.get("image_size", 224)))
+    rows, columns = (side // patch[0] for side in as_size(stated.get("image_size", 224)))
     hints, heads = header.hints, width // stated.get("head_width", 64)
     return replace(header, hints=replace(hints, heads=hints.heads or heads, grid=hints.grid or (rows, columns)))
 
