@@ -190,15 +190,23 @@ def test_a_tower_of_open_clip_with_other_parts_is_refused(vision, words, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "pool", "projection"),
-    [("vit_base_patch16_siglip_224", "map", "none"), ("eva02_base_patch16_clip_224", "token", None)],
+    [
+        *(("vit_base_patch16_siglip_224", "map", "none"), ("eva02_base_patch16_clip_224", "token", None)),
+        *(("vit_base_patch16_224", "avg", "linear"), ("vit_base_patch16_clip_224", "", "linear")),
+        ("vit_base_patch16_224", "avg", "mlp"),
+    ],
 )
 def test_a_tower_of_timm_in_a_folder_of_open_clip(name, pool, projection, tmp_path, monkeypatch):
     outside("timm")
     arguments = shrunk(name) | {"img_size": 64}
-    model: Any = build(name, {**arguments, "global_pool": pool})
-    if projection == "none":
-        model.reset_classifier(0)
+    own = projection in ("linear", "mlp")
+    model: Any = build(name, arguments if own else {**arguments, "global_pool": pool})
+    if projection is not None:
+        model.reset_classifier(0, *([pool] if own and pool else []))
+    last = nn.Linear(model.num_features, 24, bias=False) if projection == "linear" else nn.Identity()
     tensors = {f"visual.trunk.{key}": tensor for key, tensor in model.state_dict().items()}
+    tensors |= {f"visual.head.proj.{key}": tensor for key, tensor in last.state_dict().items()}
+    tensors |= {"visual.head.mlp.fc1.weight": torch.ones(8, model.num_features)} if projection == "mlp" else {}
     vision = {"image_size": 64, "timm_model_name": name, "timm_pool": pool, "timm_proj": projection}
     config = {"model_cfg": {"vision_cfg": vision}, "preprocess_cfg": {"resize_mode": "squash"}}
     folder = open_clip_folder(tmp_path / "model", tensors, **config)
@@ -212,7 +220,8 @@ def test_a_tower_of_timm_in_a_folder_of_open_clip(name, pool, projection, tmp_pa
 
     monkeypatch.setattr(description, "from_open_clip", with_sizes)
     found, images = read(folder), pictures(2, 3, 64, 64)
-    assert relative_gap(run(found.weights, images), outcome(model, images)) <= LIMIT
+    assert relative_gap(run(found.weights, images), outcome(nn.Sequential(model, last), images)) <= LIMIT
+    assert ("as stated: " in found.card.changes[-1]) == (projection == "linear")
     assert found.card.preprocess is not None
     assert found.card.preprocess.pipeline == "decode|resize(64, pil_bicubic)"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from vitral.architecture import Architecture, ModelConfig, ModuleConfig
 from vitral.checkpoints.files import WeightFile
@@ -38,7 +39,7 @@ class Classifier:
     name: str
     names: Mapping[str, str]  # key in the file -> key of an entry
     classes: int
-    chosen: bool  # by the user
+    origin: Literal["passed", "stated", "assumed"] = "assumed"
 
     @property
     def bias(self) -> bool:
@@ -48,8 +49,8 @@ class Classifier:
     def note(self) -> str:
         """A sentence for `Card.changes`."""
         layer = f'the classifier "{self.name}." ({self.classes} classes{"" if self.bias else ", without a bias"})'
-        if self.chosen:
-            return f"as passed: {layer}"
+        if self.origin != "assumed":
+            return f"as {self.origin}: {layer}"
         return f"assumed: {layer} reads the backbone's features directly; pass classes=0 to omit it"
 
     def entries(self, features: int) -> list[Entry]:
@@ -85,7 +86,10 @@ def find_classifier(file: WeightFile, model: FoundModel, architecture: Architect
     """
     if isinstance(architecture, ModuleConfig) or model.header.hints.replaces_head:
         return None
-    layers = [*_outside(file, model), *_inside(file, model, architecture)]
+    projection = (model.header.config or {}).get("projection")
+    layers = [*_outside(file, model, projection), *_inside(file, model, architecture)]
+    if stated := [layer for layer in layers if projection and layer.name.endswith(projection)]:
+        return _classifier(stated[0], "stated")
     if (name := model.header.hints.classifier) is not None:
         return _chosen(layers, name.rstrip("."), architecture)
     heads = [layer for layer in layers if layer.is_head]
@@ -101,13 +105,14 @@ def find_classifier(file: WeightFile, model: FoundModel, architecture: Architect
     raise UserError(_refusal(heads, fitting, others, architecture))
 
 
-def _outside(file: WeightFile, model: FoundModel) -> list[_Layer]:
-    """The modules beside a backbone, without those of other models, text towers and the like."""
+def _outside(file: WeightFile, model: FoundModel, projection: str | None) -> list[_Layer]:
+    """The modules beside a backbone, without those of other models, text towers and the like; with a `projection`."""
     modules: dict[str, dict[str, str]] = {}
     projections = tuple({name.partition(_LAST)[0] + "." for name in model.outside.values() if _LAST in name})
     for key, name in model.outside.items():
         module, _, leaf = name.rpartition(".")
-        if module and not name.startswith(model.others + projections) and not _is_other(module, model.prefix):
+        other = _is_other(module, model.prefix) and not (projection and module.endswith(projection))
+        if module and not name.startswith(model.others + projections) and not other:
             modules.setdefault(module, {})[leaf] = key
     return [_layer(file, module, keys, _names_head(module, model.prefix)) for module, keys in modules.items()]
 
@@ -207,9 +212,9 @@ def _chosen(layers: list[_Layer], name: str, c: ModelConfig) -> Classifier:
             f'classifier="{name}" does not name one of the linear layers on its {c.features} features, which are: '
             f"{names}."
         )
-    return _classifier(matching[0], chosen=True)
+    return _classifier(matching[0], "passed")
 
 
-def _classifier(layer: _Layer, chosen: bool = False) -> Classifier:
+def _classifier(layer: _Layer, origin: Literal["passed", "stated", "assumed"] = "assumed") -> Classifier:
     names = {key: f"outside {layer.name}.{leaf}" for leaf, key in layer.keys.items()}
-    return Classifier(layer.name, names, layer.shape[0], chosen)
+    return Classifier(layer.name, names, layer.shape[0], origin)

@@ -50,7 +50,7 @@ _UNUSED = re.compile(
 def from_open_clip(config: Mapping[str, Any]) -> dict[str, Any]:
     """The image tower as timm's architecture if it is one, else under "open_clip"; and the preprocessing.
 
-    timm's architecture is not named if an MLP follows it.
+    A linear layer that follows timm's model, its projection into the space of texts, is under "projection".
     """
     model = config["model_cfg"]
     vision = dict(model["vision_cfg"])
@@ -58,9 +58,11 @@ def from_open_clip(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"pretrained_cfg": _preprocessing(config.get("preprocess_cfg") or {})}
     if "timm_model_name" not in vision:
         return {**found, "open_clip": {**vision, "quick_gelu": model.get("quick_gelu", False)}}
-    if vision.get("timm_proj", "linear") == "mlp":
-        return found
-    arguments = {"img_size": size, "global_pool": vision.get("timm_pool", "avg") or None}
+    projection, pool = vision.get("timm_proj", "linear"), vision.get("timm_pool", "avg")
+    own = projection in ("linear", "mlp")  # behind timm's model, which then keeps its pooling unless another is stated
+    arguments = {"img_size": size, "global_pool": pool or (None if own else "")}
+    if projection == "linear":
+        found["projection"] = "visual.head.proj"
     return {**found, "architecture": vision["timm_model_name"], "model_args": arguments}
 
 
