@@ -104,6 +104,14 @@ def test_names_of_classes_give_a_new_head(file: Path, tmp_path: Path, names: Seq
     assert vitral.load(tmp_path / "new.safetensors")[1].class_names == tuple(names)
 
 
+@pytest.mark.parametrize("names", [[], ["cat", "dog", "cat"]])
+def test_names_of_classes_differ_and_there_are_some(file: Path, names: Sequence[str]) -> None:
+    with pytest.raises(
+        vitral.UserError, match="classes must be one name or more, each of them once: 0 removes the head"
+    ):
+        vitral.load(file, classes=names)
+
+
 def test_a_head_of_classes_with_these_names_is_kept(model: Model, card: Card, tmp_path: Path) -> None:
     vitral.save(model, tmp_path / "model.safetensors", replace(card, temperature=2.0))
     loaded, found = vitral.load(tmp_path / "model.safetensors", classes=card.class_names)

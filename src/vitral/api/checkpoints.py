@@ -101,7 +101,9 @@ def load(
     """
     check_options(load, locals())
     names = tuple(classes) if isinstance(classes, Sequence) else ()
-    count = len(classes) if isinstance(classes, Sequence) else classes
+    if isinstance(classes, Sequence) and len(set(names)) < max(len(names), 1):
+        raise UserError("classes must be one name or more, each of them once: 0 removes the head.")
+    count = len(names) if isinstance(classes, Sequence) else classes
     changes = Adaptation(image, patch, channels, count, resize)
     hints = Hints(grid, heads, gelu, pool, norm_eps, part, classifier)
     checkpoint = read_adapted(source, changes, format, hints, names)
