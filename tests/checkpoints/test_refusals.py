@@ -217,6 +217,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "a multiple of"),
     ("hf-dinov3", replace(SMALL, classes=0, layer_scale=True, position="none"), "its RoPE turns by the centers"),
     ("dino", replace(ERF, layer_scale=True), "classes=0"),
+    ("dino", replace(ERF, classes=0, image=(16, 40)), "square images only"),
     ("dino", replace(SMALL, classes=0), "exact .erf. GELU"),
 ]
 

@@ -262,7 +262,7 @@ def _dino_unsupported_reason(architecture: Architecture) -> str | None:
         return "its feature is the class token"
     if c.gelu != "erf" or c.norm_eps != 1e-6:
         return "it implies the exact (erf) GELU and a LayerNorm epsilon of 1e-6"
-    return None
+    return square_only(c)
 
 
 DINO = Format(
