@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from runs import MODEL, TINY, make_pictures, train
 from safetensors.torch import load_file
 from torch import nn
@@ -126,7 +127,13 @@ def test_channels_that_do_not_fit_are_refused_before_the_run(tmp_path, options, 
     assert not (tmp_path / "run").exists()
 
 
-def test_one_mean_is_one_channel(tmp_path):
-    """Pictures are then grey."""
-    train(make_pictures(tmp_path / "pictures"), tmp_path / "run", "data.mean=0.5", "data.std=0.5", "steps=1")
-    assert vitral.load(tmp_path / "run")[0].config.channels == 1
+@pytest.mark.parametrize("channels, mode", [(1, "RGB"), (4, "RGBA"), (4, "CMYK")])
+def test_pictures_with_as_many_bands_as_there_are_means(tmp_path, channels, mode):
+    """One channel is grey; four are read as stored, instead of composited or converted."""
+    for path in sorted(make_pictures(tmp_path / "pictures").rglob("*.png")):
+        picture = Image.open(path).convert(mode)
+        path.unlink()
+        picture.save(path.with_suffix(".tif"))
+    means = (f"data.{name}=" + ",".join(["0.5"] * channels) for name in ("mean", "std"))
+    train(tmp_path / "pictures", tmp_path / "run", *means, "steps=1")
+    assert vitral.load(tmp_path / "run")[0].config.channels == channels

@@ -156,7 +156,7 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--set", "data.train_transform=decode|resize(8)|flop"], 'unknown step "flop": did you mean flip?'),
         (["--set", "data.eval_transform=decode|random_crop(8)"], "draws at random"),
         (["--set", "data.train_transform=resize(8)|decode"], "decode must be the first step"),
-        (["--set", "data.mean=0.5", "data.std=0.5"], "one number for each of the 3 channels"),
+        (["--set", "data.mean=0,0,0,0", "data.std=1,1,1,1"], "the images have 3 channels and the model 4"),
         (["--set", "epochs=3", "steps=3"], "one length"),
         (["--epochs", "0"], "one length"),
         (["--trainable", "most"], "is not one of full, head"),

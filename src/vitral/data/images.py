@@ -86,12 +86,16 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
         return _upright(_bands(image, channels), _orientation(image))
 
 
-def channels_of(image: bytes | np.ndarray) -> int:
-    """The channels that a model needs for an image: 3, but those of pixels and of .npy files if they are not grey."""
-    if isinstance(image, bytes) and not image.startswith(NPY):
-        return 3
-    channels = npy_shape(image)[2] if isinstance(image, bytes) else image.shape[2]
-    return 3 if channels == 1 else channels
+def channels_of(image: bytes | np.ndarray, wanted: int = 3) -> int:
+    """The channels that a model needs for an image: those of arrays that are not grey, `wanted` if it can be read with
+    as many, else 3."""
+    if isinstance(image, np.ndarray):
+        stored = image.shape[2]
+    elif image.startswith(NPY):
+        stored = npy_shape(image)[2]
+    else:
+        return wanted if wanted in (1, 3) or describe(image).channels == wanted else 3
+    return wanted if stored == 1 else stored
 
 
 class LazyJpeg:

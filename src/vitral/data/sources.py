@@ -256,14 +256,14 @@ def median_short_side(split: Split) -> int:
     return int(np.median(sides)) if sides else 224
 
 
-def channels_of_images(split: Split) -> int:
-    """The channels of the first image that can be read, see `channels_of`."""
+def channels_of_images(split: Split, wanted: int = 3) -> int:
+    """The channels that the first image that can be read needs, see `channels_of`."""
     for index in evenly(len(split), _SAMPLE).tolist():
         try:
-            return channels_of(split.reader.read(index))
+            return channels_of(split.reader.read(index), wanted)
         except (ImageError, OSError):
             continue
-    return 3
+    return wanted
 
 
 def _short_side(image: bytes | np.ndarray) -> int:

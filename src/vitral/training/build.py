@@ -65,7 +65,7 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: Ow
     channels = len(recipe.data.mean)
     if own_parts.model is not None and channels != architecture.channels:
         raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels of the model.")
-    if own_parts.train_transform is None and (found := channels_of_images(train)) not in (3, channels):
+    if own_parts.train_transform is None and (found := channels_of_images(train, channels)) != channels:
         raise UserError(
             f"the images have {found} channels and the model {channels}: set data.mean and data.std to {found} numbers "
             "each, such as 0.5,0.5,..."
