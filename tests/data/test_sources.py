@@ -266,7 +266,14 @@ def test_faulty_folders_say_what_to_do(tmp_path, names, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["photos.zip", "photos.tar.gz", "photos.ZIP"])
+def test_an_empty_name_is_not_this_folder():
+    with pytest.raises(UserError, match="The name of the data is empty"):
+        open_data("")
+    with pytest.raises(UserError, match="The name of an image is empty"):
+        open_images([""])
+
+
+@pytest.mark.parametrize("name", ["photos.zip", "photos.tar.gz", "photos.ZIP", "pets.zip"])
 def test_an_archive_is_to_be_unpacked(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK")
     with pytest.raises(UserError, match=f"{name} is not a data set: unpack it, and name the folder of class folders"):

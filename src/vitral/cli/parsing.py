@@ -89,13 +89,11 @@ class VerbParser(argparse.ArgumentParser):
                 if "=" in arguments[index]
                 else "".join(arguments[index + 1 : index + 2])
             )
-            if (
-                (not value and action.nargs == "+")
-                or (arguments[index] == option and index + 1 == len(arguments))
-                or (arguments[index] == option and value.startswith("--"))
-            ):
+            if not value or (arguments[index] == option and value.startswith("--")):
                 assignment = str(action.metavar).removesuffix(" ...")
                 raise UserError(f"{option} needs {assignment if '=' in assignment else 'a value'}.")
+        if "" in arguments:
+            self.error("an argument is empty (a shell variable that is not set?)")
 
     def _nearest(self, option: str, options: Mapping[str, argparse.Action]) -> str:
         """The recipe's key that the option spells, such as --lr, or else the nearest option."""

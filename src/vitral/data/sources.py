@@ -53,6 +53,8 @@ def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler
     if not isinstance(source, str | os.PathLike):
         return open_objects(source, held_out=held_out, on_event=on_event)
     text = str(source)
+    if not text:
+        raise UserError("The name of the data is empty: name a folder, a file or a known data set; . is this folder.")
     if isinstance(source, str) and in_catalog(text):
         return open_from_catalog(text, held_out=held_out)
     if text.startswith("hf:"):
@@ -67,14 +69,14 @@ def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler
         return parquet.read_parquet(text, expand_pattern(str(path)), held_out=held_out)
     if path.suffix.lower() in MANIFESTS and os.path.isfile(path):
         return manifests.read_manifest(path, held_out=held_out)
-    close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
+    exists = os.path.exists(path)
+    close = [] if exists else difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
     hint = "name a folder of class folders, a CSV or JSONL file of labels, Parquet or tar shards."
     if close:
         hint = f"did you mean {close[0]}?"
     elif path.suffix.lower() in _ARCHIVES:
         hint = "unpack it, and name the folder of class folders."
-    problem = "is not a data set" if os.path.exists(path) else "does not exist"
-    raise UserError(f"{text} {problem}: {hint}")
+    raise UserError(f"{text} {'is not a data set' if exists else 'does not exist'}: {hint}")
 
 
 def _open_folder(folder: Path, held_out: float) -> DataSet:
@@ -95,6 +97,8 @@ def open_images(sources: Sequence[str | Path]) -> Split:
         raise UserError('IMAGES have an empty name: remove it, or name "." for the current folder.')
     names: list[str] = []
     for source in sources:
+        if not str(source):
+            raise UserError("The name of an image is empty: name image files, or folders that have some.")
         path = Path(source).expanduser()
         if os.path.isdir(path):
             names += [os.path.join(path, name) for name in find_images(path).names]
