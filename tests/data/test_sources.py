@@ -257,6 +257,10 @@ def test_a_class_may_be_called_train(tmp_path):
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "or name the train folder alone."),
         (["1.png", "labels.csv"], "or name the file of their labels: "),
         (["train/1.png", "train/metadata.csv"], "train/metadata.csv."),
+        (["images/1.png", "labels.csv"], "has no class folders but images: add some, or name the file of their labels"),
+        (["test_images/1.png", "train_images/1.png", "sample.csv", "train.csv"], "their labels: "),
+        (["test_images/1.png", "train_images/1.png", "sample.csv", "train.csv"], "train.csv."),
+        (["images/1.png", "annotations/instances.json"], "annotations has no image: its JSON files (boxes of object"),
     ],
 )
 def test_faulty_folders_say_what_to_do(tmp_path, names, said):

@@ -33,9 +33,12 @@ class EmptyClass(UserError):
 
     def __init__(self, folder: Path, name: str) -> None:
         fix = "add some, or remove the folder"
-        if any(entry.name.lower().endswith(".xml") for entry in _entries(str(folder / name))):
+        endings = {os.path.splitext(entry.name)[1].lower() for entry in _entries(str(folder / name)) if entry.is_file()}
+        boxes = [kind.removeprefix(".").upper() for kind in sorted(endings & {".json", ".xml"})]
+        if boxes:
             fix = (
-                "its XML files (boxes of object detection) are not read; sort images by class, or list labels in a CSV"
+                f"its {boxes[0]} files (boxes of object detection?) are not read; sort images by class, or list labels "
+                "in a CSV"
             )
         super().__init__(f"The class folder {folder / name} has no image: {fix}.")
         self.folder = folder  # of the data set
@@ -265,8 +268,14 @@ def _first_folders(names: Sequence[str], below: str) -> set[str]:
 
 
 def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> None:
-    """Refuse folders of class folders as classes: the one that an archive is unpacked to, splits of other names."""
-    if not children or not all(_holds_classes(folder / child) for child in children):
+    """Refuse what is not meant as classes: images with a file of their labels, the folder that an archive is unpacked
+    to, splits of other names."""
+    if not children:
+        return
+    manifest = _or_manifest(folder) if len(children) == 1 or all(map(split_name, children)) else ""
+    if manifest and not any(_holds_classes(folder / child) for child in children):
+        raise UserError(f"{folder} has no class folders but {', '.join(children[:4])}: add some{manifest}.")
+    if not all(_holds_classes(folder / child) for child in children):
         return
     inner = folder / children[0]
     if len(children) == 1 and sum(bool(find_images(inner, f"{name}/").names) for name in sub_folders(inner)) > 1:
@@ -282,8 +291,9 @@ def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> Non
 def _or_manifest(*folders: Path) -> str:
     """The advice to pass a file of labels, if there is one next to the images."""
     names = (entry.path for folder in folders for entry in _entries(str(folder)))
-    manifest = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
-    return f", or name the file of their labels: {manifest}" if manifest else ""
+    manifests = [name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS]
+    manifests.sort(key=lambda name: ("train" not in os.path.basename(name).lower(), name))
+    return f", or name the file of their labels: {manifests[0]}" if manifests else ""
 
 
 def _holds_classes(folder: Path) -> bool:
