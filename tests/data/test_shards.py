@@ -274,6 +274,20 @@ def test_faulty_parquet_says_what_to_do(tmp_path, images, labels, names, said):
     assert said in str(caught.value)
 
 
+def test_parquet_without_a_column_of_images_or_labels(tmp_path):
+    pytest.importorskip("pyarrow", reason="needs pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    for columns, said in (
+        ({"path": ["0.png"], "label": ["a"]}, 'no column of image bytes among path, label: name one "image"; where'),
+        ({"picture": [b"0"], "breed": ["a"]}, 'no column of labels among picture, breed: name one "label"; where'),
+    ):
+        pa.parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+        with pytest.raises(UserError, match=said):
+            open_data(tmp_path / "x.parquet")
+
+
 def test_no_parquet(tmp_path):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and nothing more")

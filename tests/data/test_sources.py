@@ -479,8 +479,8 @@ def test_test_images_need_no_training_images_that_are_missing(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("m.csv", "0.png,cat\n", 'no column "path": its first line names 0.png, cat'),
-        ("m.csv", ",".join(["column"] * 99) + "\n", "column, c..., and must be as"),
+        ("m.csv", "0.png,cat\n", 'no column "path": its columns are 0.png, cat, and must be named'),
+        ("m.csv", ",".join(["column"] * 99) + "\n", "column, c..., and must be named as"),
         ("m.csv", "path,label\n0.png,a\n1.png,\n", "line 3 has an empty label"),
         ("m.csv", "path,label\n0.png,a|\n", "line 2 has an empty label"),
         ("m.csv", "path,label\n0.png,a\n1.png,\n", "name the class of 1.png."),
@@ -516,6 +516,15 @@ def test_faulty_manifests_name_the_line(tmp_path, name, text, said):
     with pytest.raises(UserError) as caught:
         open_data(tmp_path / name)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["0", "0.png", "elsewhere/0.png"])
+def test_a_manifest_whose_paths_lack_a_folder_or_an_ending(tmp_path, name):
+    plant(tmp_path, "images/0.png", "images/1.png")
+    (tmp_path / "m.csv").write_text(f"path,label\n{name},a\n")
+    with pytest.raises(UserError) as caught:
+        open_data(tmp_path / "m.csv")
+    assert str(caught.value).endswith(f"correct the paths (instead of {name}, write images/0.png).")
 
 
 # The catalogue

@@ -16,7 +16,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from vitral.data.folders import FileReader
+from vitral.data.folders import FileReader, find_images
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset
 from vitral.errors import UserError, shorten
 
@@ -155,8 +155,8 @@ def _require_columns(path: Path, names: Any) -> None:
         if column not in columns:
             has = shorten(", ".join(map(str, names))) or "nothing"
             raise UserError(
-                f'{path} has no column "{column}": its first line names {has}, and must be as "path,label"; several '
-                "labels of an image are joined by |."
+                f'{path} has no column "{column}": its columns are {has}, and must be named as in "path,label" (in the '
+                "first line of a CSV file); several labels of an image are joined by |."
             )
 
 
@@ -224,9 +224,18 @@ def _present(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], li
     first = rows[exists.index(False)].path
     if not present:
         raise UserError(
-            f"None of the files that {path} names exists, such as {path.parent / first}: correct the paths."
+            f"None of the files that {path} names exists, such as {path.parent / first}: "
+            f"correct the paths{_similar(path.parent, first)}."
         )
     return present, [f"{missing} of {len(rows)} files in {path.name} {_is(missing)} missing, such as {first}."]
+
+
+def _similar(folder: Path, name: str) -> str:
+    """The advice to write an image's path for a name that may lack its folder or its ending."""
+    wanted = Path(name).name
+    paths = (path for path in find_images(folder).names if wanted in (Path(path).name, Path(path).stem))
+    path = next(paths, "")
+    return f" (instead of {name}, write {path})" if path else ""
 
 
 def _refuse_without_training(path: Path, rows: list[ManifestRow], present: list[ManifestRow]) -> None:

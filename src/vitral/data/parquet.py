@@ -30,7 +30,7 @@ from vitral.data.splits import (
     split_name,
     unique_names,
 )
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _CACHED_BYTES = 256_000_000  # per process; the hub's groups of 100 photographs have about 10 MB
 # What pyarrow raises for damaged files, the last two where the damage is in the metadata.
@@ -214,15 +214,19 @@ def _columns(file: Path, schema: Any) -> tuple[str, str]:
         return pa.types.is_binary(column) or pa.types.is_large_binary(column)
 
     images = [name for name in schema.names if holds_bytes(schema.field(name).type)]
-    image = _pick(file, "image bytes", [name for name in IMAGE_COLUMNS if name in images] or images, schema)
+    image = _pick(file, "image", "image bytes", [name for name in IMAGE_COLUMNS if name in images] or images, schema)
     labels = [name for name in LABEL_COLUMNS if name in schema.names and name != image]
     class_labels = [name for name in schema.names if _class_names(schema, name)]
-    return image, _pick(file, "labels", labels[:1] or class_labels, schema)
+    return image, _pick(file, "label", "labels", labels[:1] or class_labels, schema)
 
 
-def _pick(file: Path, what: str, names: list[str], schema: Any) -> str:
+def _pick(file: Path, name: str, what: str, names: list[str], schema: Any) -> str:
     if len(names) != 1:
-        raise UserError(f'{file} needs one column of {what}, called "image" and "label": it has {schema.names}.')
+        has = f"several columns ({', '.join(names)})" if names else "no column"
+        raise UserError(
+            f'{file} has {has} of {what} among {shorten(", ".join(schema.names))}: name one "{name}"; '
+            "where images are files, list their paths and labels in a CSV."
+        )
     return names[0]
 
 
