@@ -104,7 +104,7 @@ def test_a_held_out_split_is_disjoint_complete_and_noted(tmp_path):
             assert red(split, index) == names.index(key)
             assert split.classes[split.labels[index]] == key[0]
     assert data.notes == (
-        "No test split was given: 4 of 20 images (20% of each class, seed 0) are held out for testing; "
+        "No test split was given: 4 of 20 images (20% of each class, at least one; seed 0) are held out for testing; "
         f"split {data.test.fingerprint()[:12]}.",
     )
     whole = open_data(tmp_path, held_out=0)

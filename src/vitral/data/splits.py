@@ -327,8 +327,8 @@ def _with_held_out(source: str, train: Split, held_out: float, notes: list[str])
         raise UserError(f"{source} has one image in each class: add more images, or a test split.")
     kept = train.select(np.flatnonzero(~held))
     notes.append(
-        f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, seed 0) "
-        f"are held out for testing; split {test.fingerprint()[:12]}."
+        f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, at least one; "
+        f"seed 0) are held out for testing; split {test.fingerprint()[:12]}."
     )
     return DataSet(source, kept, test=test, notes=(*notes, *_absent(kept, test)))
 
