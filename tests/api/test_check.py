@@ -13,7 +13,7 @@ from PIL import Image
 
 import vitral
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.errors import UntrainableData
+from vitral.errors import UntrainableData, UserError
 from vitral.models.build import build
 from vitral.names import parse
 
@@ -137,6 +137,12 @@ def test_data_that_cannot_be_opened_is_a_mistake_only_if_it_does_not_exist(tmp_p
     loose_images(tmp_path / "photos")
     with pytest.raises(UntrainableData, match="no class folders"):
         vitral.check(tmp_path / "photos")
+
+
+def test_a_page_without_a_model_is_refused(tmp_path):
+    with_copies(tmp_path / "photos")
+    with pytest.raises(UserError, match="which only a model finds: add --model, or omit it"):
+        vitral.check(tmp_path / "photos", output=tmp_path / "page.html")
 
 
 def test_findings_are_sorted_by_what_becomes_of_them(tmp_path, command):

@@ -67,6 +67,8 @@ def check(
     Raises:
         UserError: if an argument is wrong, or the data cannot be opened at all.
     """
+    if not model and str(output) != "check.html":
+        raise UserError("--output is the page of suspicious labels, which only a model finds: add --model, or omit it.")
     target = checked_output(output, (".html",), "--output") if model else None
     try:
         opened = open_to_check(data)
