@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -139,6 +140,14 @@ def test_running_out_of_memory_is_one_sentence(
     assert result.err == "vitral: there is not enough memory for this: choose a smaller batch, image or model.\n"
 
 
+def test_a_file_that_is_lost_meanwhile_is_one_sentence(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/a/metrics.jsonl")
+    monkeypatch.setattr("vitral.api.models.cost_of", Mock(side_effect=error))
+    fix = "do not remove or rename it while a command uses it; run the same command again"
+    expected = f"vitral: runs/a/metrics.jsonl: No such file or directory: {fix}.\n"
+    assert command("cost", "ViT-B/16") == (2, "", expected)
+
+
 def test_other_errors_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.api.models.cost_of", Mock(side_effect=RuntimeError("a fault")))
     with pytest.raises(RuntimeError, match="a fault"):
@@ -206,6 +215,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         (("train", "digits", "--epochs", "three"), '--epochs takes a number, not "three"'),
         (("train", "digits", "--epochs"), "--epochs needs a value."),
         (("train", "digits", "--epochs", "--json"), "--epochs needs a value."),
+        (("train", "digits", "--init", ""), "--init needs a value."),
+        (("train", "digits", "--init="), "--init needs a value."),
+        (("train", ""), "an argument is empty (a shell variable that is not set?): see `vitral train --help`."),
         (("train", "digits", "--ou", "x"), "`train` has no option --ou: did you mean --out?"),  # no abbreviations
         (("fewshot", "a", "b", "--l2", "x"), '--l2 takes a number or choose, not "x"'),
         (("search", "a", "b", "--query", "c", "--patch", "1"), "--patch expected 2 arguments: see"),
@@ -215,9 +227,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         (("inspect",), "missing: SOURCE (a run folder, weights, hf:owner/name or timm:name)"),
         (("predict", "a"), "missing: IMAGES (image files, and folders of them)"),
         (("vtab", "weights", "nowhere"), "weights does not exist"),
-        (("train", "digits", "--init", ""), "--init needs a value."),
-        (("train", "digits", "--init="), "--init needs a value."),
-        (("train", ""), "an argument is empty (a shell variable that is not set?): see `vitral train --help`."),
         (("train", "digits", "--set"), "--set needs KEY=VALUE."),
         (("train", "digits", "--set", "--json"), "--set needs KEY=VALUE."),
         (("train", "digits", "--set=", "--json"), "--set needs KEY=VALUE."),

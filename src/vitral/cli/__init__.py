@@ -184,8 +184,9 @@ def _explained(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full: free some space and run the same command again; files written before are complete."
     where = f"{error.filename}: " if error.filename else ""
-    fix = ": choose another path" if error.errno in (errno.EFBIG, errno.EROFS, errno.EACCES) else ""
-    return f"{where}{error.strerror or error}{fix}."
+    fixes = dict.fromkeys((errno.EFBIG, errno.EROFS, errno.EACCES), ": choose another path")
+    fixes[errno.ENOENT] = ": do not remove or rename it while a command uses it; run the same command again"
+    return f"{where}{error.strerror or error}{fixes.get(error.errno or 0, '')}."
 
 
 def _ran_out_of_memory(error: Exception) -> bool:
