@@ -24,7 +24,7 @@ _INTRODUCTION = {
     False: "A ResNet passes an image through layers of convolutions. "
     "This page shows which regions its prediction depends on, and the filters of its first layer.",
 }
-_GRID = "display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:1.25rem 1rem"
+_GRID = "display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:1.25rem 1rem;margin-top:1rem"
 _TILE = 240  # approximate pixels of an image in a figure
 _MARGIN, _LINE = 12, 22  # pixels
 _LABEL = 14  # least pixels between two numbers of an axis
@@ -236,7 +236,7 @@ def _figure(suspect: SuspectLabel, thumbnail: np.ndarray) -> str:
         f"<strong>{escape(suspect.suggested)}</strong> {suspect.suggested_confidence:.0%}"
         f"{' (likely wrong)' if suspect.likely else ''}<br><small>{escape(suspect.image)}</small>"
     )
-    caption = f'<figcaption style="font-weight:400">{caption}</figcaption>'
+    caption = f'<figcaption style="font-weight:400;margin-top:.4rem">{caption}</figcaption>'
     return f'<figure style="margin:0;overflow-wrap:anywhere">{image_tag(thumbnail, description)}{caption}</figure>'
 
 
