@@ -270,14 +270,18 @@ class TopKClassifier:
         return best, probabilities.gather(1, best)
 
 
-@dataclass(frozen=True)
-class NamedClassifier:
+@dataclass(frozen=True, repr=False)
+class NamedClassifier(SummaryRepr):
     """A classifier of images of any size that returns class names."""
 
     classifier: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # a `TopKClassifier`, or an exported file
     pipeline: Pipeline
     channels: int
     names: Sequence[str]
+
+    def summary(self) -> dict[str, str]:
+        names = ", ".join([*self.names[:3], *["..."] * (len(self.names) > 3)])
+        return {"classes": f"{len(self.names):,} ({names})", "preprocess": self.pipeline.text}
 
     @overload
     def __call__(self, image: ImageInput) -> list[tuple[str, float]]: ...

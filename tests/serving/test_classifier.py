@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -85,6 +86,11 @@ def test_probabilities_are_the_formulas(multilabel, temperature, tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(encode_png(pixels))
     same(answers(source, [path])[0], expected)
+
+
+def test_its_repr_is_short(tmp_path):
+    shown = repr(vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu"))
+    assert re.fullmatch(r"NamedClassifier\(classes=\d+ \([^()]*\), preprocess=decode\|.*\)", shown)
 
 
 def test_pixels_a_path_and_bytes_are_one_picture(tmp_path):

@@ -27,7 +27,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -116,9 +116,9 @@ class Pipeline:
     """uint8 images of any size to uint8 images of one size."""
 
     text: str  # the string that was parsed
-    steps: tuple[PipelineStep, ...]
-    size: Size  # of the results
-    random: bool  # whether a step draws from the generator
+    steps: tuple[PipelineStep, ...] = field(repr=False)
+    size: Size = field(repr=False)  # of the results
+    random: bool = field(repr=False)  # whether a step draws from the generator
 
     dtype = np.dtype(np.uint8)  # of the results
 
