@@ -236,8 +236,13 @@ def data_frame(form: str, **columns: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("form", ["fake", "pandas"])
-def test_a_data_frame_of_paths_and_labels(form):
+def test_a_data_frame_of_paths_and_labels(form, tmp_path, monkeypatch):
     paths, names = ["b/2.png", "a/1.png", "b/1.png"], ["bee", "ant", "bee"]
+    assert refusal((paths, names)).startswith("None of the image files exists, such as b/2.png: correct the paths, ")
+    for path in paths[1:]:
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
     frame = data_frame(form, id=[7, 8, 9], Filename=paths, label=names)
     for data in (frame, (frame["Filename"], frame["label"]), (np.array(paths), np.array(names)), {"train": frame}):
         split = whole(data)
@@ -248,7 +253,7 @@ def test_a_data_frame_of_paths_and_labels(form):
     assert (list(divided.train.keys), list(divided.val.keys)) == (paths[:2], paths[2:])
     several = whole(data_frame(form, path=paths, label=["bee|ant", "ant", "bee"]))
     assert several.labels.tolist() == [[1, 1], [1, 0], [0, 1]]
-    message = 'The data frame has no column "label": its first line names path, kind'
+    message = 'The data frame has no column "label": its columns are path, kind, and'
     named = [data_frame(form, path=paths, label=["bee"] * 3)]
     for data in (*named, {"train": named[0]}, (named[0], named[0])):
         with pytest.raises(UserError) as caught:

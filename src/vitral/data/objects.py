@@ -169,6 +169,11 @@ def _from_sequences(images: Any, labels: Any) -> _Items:
     if len(images) != len(labels):
         raise UserError(f"There are {len(images)} images and {len(labels)} labels: give one label per image.")
     paths = [str(image) if isinstance(image, str | Path) else None for image in images] if len(images) else []
+    if paths and not any(path is None or os.path.exists(os.path.expanduser(path)) for path in paths):
+        raise UserError(
+            f"None of the image files exists, such as {paths[0]}: correct the paths, which are relative to "
+            f"{os.getcwd()}."
+        )
     return _Items(images.__getitem__, labels, None, _keys(paths))
 
 
