@@ -331,6 +331,12 @@ def test_an_own_module_is_trained_in_place(tmp_path):
         vitral.load(tmp_path / "run")
 
 
+def test_steps_of_the_resource_estimate_do_not_count_in_running_statistics(tmp_path):
+    net = module()
+    fit(Colours(), tmp_path / "run", "steps=3", model=net)
+    assert net.norm.num_batches_tracked == 3
+
+
 @pytest.mark.parametrize(
     "net, says",
     [

@@ -47,6 +47,8 @@ def estimate_resources(
     that all would take. If the loss of the step is not finite, this raises UserError with the `nonfinite_reason`, which
     gets the indices of the step's images.
     """
+    # Those steps would count in the running statistics of BatchNorm, and the machine's speed decides how many there are.
+    buffers = [(buffer, buffer.clone()) for buffer in state.objective.buffers()]
     stream = batches(state.step)
     batch = next(stream)
     getattr(stream, "close", lambda: None)()
@@ -56,6 +58,9 @@ def estimate_resources(
     peak = peak_bytes(world.device)
     state.optimizer.state.clear()
     state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
     if state.ema is not None:
         state.ema.reset()
     return ResourceEstimate(config, peak, step_seconds, evaluation_seconds)
