@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vitral.data.check import check
-from vitral.data.sources import open_data, restrict_train
+from vitral.data.sources import dim_warning, open_data, restrict_train
 from vitral.errors import UserError
 from vitral.events import Event, Progress
 from vitral.recipe_schema import DataRecipe
@@ -34,6 +34,21 @@ def clean(folder: Path) -> Path:
         split = "test" if number >= 16 else "train"
         save(scene(number), folder / split / "ab"[number % 2] / f"{number}.jpg", quality=90)
     return folder
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("largest, levels", [(4095, "4,095 of 65,535, of which 8 bits keep 16 levels"), (40_000, "")])
+def test_images_of_16_bits_with_small_values_are_reported(tmp_path, suffix, largest, levels):
+    for number in range(8):
+        values = np.random.default_rng(number).integers(0, largest, (40, 48)).astype(np.uint16)
+        values[0, 0] = largest
+        save(Image.fromarray(values), tmp_path / "ab"[number % 2] / f"{number}.{suffix}")
+    save(scene(9).convert("L"), tmp_path / "a" / "dark.png")  # of 8 bits
+    report = check(tmp_path)
+    assert len(report.deep) == 8
+    assert levels in report.dim
+    assert bool(report.dim) == ("dim" in report.needs_you) == bool(levels)
+    assert dim_warning(open_data(tmp_path).train) == ((report.dim,) if levels else ())
 
 
 def test_a_clean_data_set_has_no_findings(tmp_path):

@@ -14,7 +14,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.augment import mirrored_labels
-from vitral.data.sources import DataSet, channels_of_images, median_short_side
+from vitral.data.sources import DataSet, channels_of_images, dim_warning, median_short_side
 from vitral.errors import UserError
 from vitral.models.build import default_device
 from vitral.models.model import VisionModel
@@ -120,7 +120,8 @@ def choose_recipe(
         chosen = replace(chosen, model=type(own_parts.model).__name__)
     check_recipe(chosen, opened, card, own_parts)
     reasons = (*reasons, *_head_reason(chosen, opened, card))
-    reasons += flip_warning(chosen, opened) if own_parts.train_transform is None else ()
+    if own_parts.train_transform is None:
+        reasons += flip_warning(chosen, opened) + dim_warning(opened.train)
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
 
 

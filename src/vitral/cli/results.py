@@ -281,6 +281,7 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "empty": ("classes without images", _count_and_first(report.empty)),
         "similar": ("similar class names", _count_and_first([" ~ ".join(group) for group in report.similar])),
         "unreadable": ("unreadable", f"{_count_and_first(unreadable)} (left out)"),
+        "dim": ("dim, over 8 bits", report.dim),
         "contradictions": ("identical, other label", _count_and_first(contradictions)),
         "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),
         "duplicates": ("identical", _count_and_first([_group(group) for group in report.duplicates])),

@@ -11,6 +11,8 @@ import numpy as np
 
 NPY = b"\x93NUMPY"  # the first bytes of such a file
 CHANNELS = (1, 3, 4)  # of an array or a tensor, which tell the order of its axes
+# 16-bit values below keep at most 64 levels in 8 bits: they are those of a sensor of 10, 12 or 14 bits, not scaled.
+_DIM = 1 << 14
 _READERS = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
 
 
@@ -33,6 +35,14 @@ def eight_bits(array: np.ndarray) -> np.ndarray:
     if not (low >= 0 and high <= 1):  # so written that NaN is refused too
         raise ValueError(f"values from {low:.3g} to {high:.3g}, not 0 to 1")
     return np.rint(array * 255).astype(np.uint8)
+
+
+def dim_note(largest: int) -> str:
+    """What 8 bits keep of 16-bit images with values up to `largest`, if that is little; else empty."""
+    if not 0 < largest < _DIM:
+        return ""
+    kept = f"of which 8 bits keep {(largest >> 8) + 1} levels"
+    return f"the values of 16-bit images end at {largest:,} of 65,535, {kept}: scale them to the whole range"
 
 
 def npy_shape(data: bytes) -> tuple[int, int, int]:

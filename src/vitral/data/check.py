@@ -14,9 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from vitral.data import copies
+from vitral.data.arrays import dim_note
 from vitral.data.copies import MIN_SIDE, THRESHOLDS, UNREADABLE, ImageSignature, signature
 from vitral.data.folders import EmptyClass, read_folder
-from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe
+from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe, largest_deep_value
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, similar_names, strata, stratified, too_few_classes
 from vitral.data.workers import map_images
@@ -51,7 +52,7 @@ class CheckReport(SummaryRepr):
     # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
     HANDLED: ClassVar = ("rotated", "deep", "cmyk", "animated", "tiny", "grey", "transparent")
     NEEDS_YOU: ClassVar = (
-        *("refusal", "empty", "similar", "unreadable", "contradictions"),
+        *("refusal", "empty", "similar", "unreadable", "dim", "contradictions"),
         *("leaks", "duplicates", "near", "suspects"),
     )
 
@@ -68,6 +69,7 @@ class CheckReport(SummaryRepr):
     unreadable: tuple[UnreadableImage, ...]
     rotated: tuple[str, ...]
     deep: tuple[str, ...]  # more than 8 bits per channel
+    dim: str  # what 8 bits keep of grey images of 16 bits, if that is little
     cmyk: tuple[str, ...]
     animated: tuple[str, ...]
     tiny: tuple[str, ...]
@@ -114,6 +116,7 @@ class _Image(NamedTuple):
     facts: ImageFacts | None
     reason: str
     signature: ImageSignature
+    largest: int = 0  # `largest_deep_value`
 
 
 def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHandler = ignore_events) -> CheckReport:
@@ -142,7 +145,8 @@ def _read(split: Split, index: int) -> _Image:
     try:
         data = split.reader.read(index)
         facts = describe(data) if isinstance(data, bytes) else _pixel_facts(data)
-        return _Image(facts, "", signature(data))
+        largest = largest_deep_value(data) if isinstance(data, bytes) and facts.bits > 8 else 0
+        return _Image(facts, "", signature(data), largest)
     except ImageError as error:
         return _Image(None, str(error), UNREADABLE)
 
@@ -188,6 +192,7 @@ def _report(data: DataSet, images: list[_Image], on_event: EventHandler) -> Chec
         ),
         rotated=select(lambda fact: fact.rotated),
         deep=select(lambda fact: fact.bits > 8),
+        dim=dim_note(max((image.largest for image in images), default=0)),
         cmyk=select(lambda fact: fact.mode == "CMYK"),
         animated=select(lambda fact: fact.frames > 1),
         tiny=select(lambda fact: min(fact.width, fact.height) < MIN_SIDE),

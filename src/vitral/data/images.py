@@ -150,6 +150,12 @@ def describe(data: bytes) -> ImageFacts:
         )
 
 
+def largest_deep_value(data: bytes) -> int:
+    """The largest value of a grey image of 16 or 32 bits, before it becomes one of 8; else 0. Raises ImageError."""
+    with _opened(data) as image:
+        return int(np.asarray(image).max()) if image.mode == "I" or image.mode.startswith("I;16") else 0
+
+
 def pil_to_array(image: Any, channels: int = 0) -> np.ndarray:
     """A PIL image of any mode -> uint8 (h, w, channels), decoded by the policy above.
 

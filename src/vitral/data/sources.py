@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections import Counter
@@ -24,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from vitral.data import manifests, parquet
+from vitral.data.arrays import dim_note
 from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
 from vitral.data.copies import ImageSignature, identical, near_pairs, signatures
 from vitral.data.folders import MANIFESTS, FileReader, find_images, read_folder, sub_folders
-from vitral.data.images import ImageError, channels_of, describe
+from vitral.data.images import ImageError, channels_of, describe, largest_deep_value
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
 from vitral.data.shards import expand_pattern, read_shards
@@ -97,8 +99,6 @@ def open_images(sources: Sequence[str | Path]) -> Split:
         raise UserError('IMAGES have an empty name: remove it, or name "." for the current folder.')
     names: list[str] = []
     for source in sources:
-        if not str(source):
-            raise UserError("The name of an image is empty: name image files, or folders that have some.")
         path = Path(source).expanduser()
         if os.path.isdir(path):
             names += [os.path.join(path, name) for name in find_images(path).names]
@@ -268,6 +268,17 @@ def channels_of_images(split: Split, wanted: int = 3) -> int:
         except (ImageError, OSError):
             continue
     return wanted
+
+
+def dim_warning(split: Split) -> tuple[str, ...]:
+    """A warning if a sample of images has grey ones of 16 bits, of which 8 bits keep few levels."""
+    largest = 0
+    for index in evenly(len(split), _SAMPLE).tolist():
+        with contextlib.suppress(ImageError, OSError):
+            image = split.reader.read(index)
+            if isinstance(image, bytes) and describe(image).bits > 8:
+                largest = max(largest, largest_deep_value(image))
+    return tuple(filter(None, [dim_note(largest)]))
 
 
 def _short_side(image: bytes | np.ndarray) -> int:

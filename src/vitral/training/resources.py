@@ -47,7 +47,7 @@ def estimate_resources(
     that all would take. If the loss of the step is not finite, this raises UserError with the `nonfinite_reason`, which
     gets the indices of the step's images.
     """
-    # Those steps would count in the running statistics of BatchNorm, and the machine's speed decides how many there are.
+    # The steps would count in the running statistics of BatchNorm, and the machine's speed decides how many there are.
     buffers = [(buffer, buffer.clone()) for buffer in state.objective.buffers()]
     stream = batches(state.step)
     batch = next(stream)
