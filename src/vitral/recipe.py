@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from vitral.architecture import ModelConfig, ResNetConfig, RopeConfig, Size, as_size
@@ -57,6 +58,16 @@ def from_toml(text: str) -> Recipe:
         return from_dict(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the recipe is not valid TOML ({error}): `vitral show` prints one to start from.") from error
+
+
+def from_file(path: Path) -> Recipe:
+    """Read a recipe from a TOML file; an error names the file."""
+    try:
+        return from_toml(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text in UTF-8: `vitral show` prints a recipe to start from.") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -1,11 +1,13 @@
-"""Types of values at run time: fields of configurations, and what users pass to functions. No torch here."""
+"""Types of values at run time: fields of configurations, arguments of users, and JSON files. No torch here."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -68,6 +70,17 @@ def is_a(value: Any, hint: Any) -> bool:
     if hint is float:
         return type(value) in (int, float) and abs(value) <= _LARGEST and math.isfinite(value)
     return isinstance(value, NoneType if hint is None else hint)
+
+
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """The object in a JSON file of a run, with these keys; UserError if the file is damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not value.keys() >= set(keys):
+        raise UserError(f"{path} is damaged: restore it from a copy, or use another run.")
+    return value
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

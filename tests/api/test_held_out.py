@@ -227,9 +227,11 @@ def test_touched_and_copied_images_are_the_same(original, pictures, stopped, tmp
     assert outcome(stopped) == outcome(tmp_path / "whole")
 
 
-def test_only_images_with_a_new_mark_are_read_again(pictures, monkeypatch):
+def test_only_images_with_a_new_mark_are_read_again(pictures, tmp_path, monkeypatch):
     opened = open_data(pictures)
-    recorded = RunContents.from_json(RunContents.of(opened, "test").to_json())
+    (tmp_path / "split.json").write_text(RunContents.of(opened, "test").to_json())
+    recorded = RunContents.read(tmp_path / "split.json")
+    assert recorded is not None
     read: list[int] = []
     real = contents._content_hash
     monkeypatch.setattr(contents, "_content_hash", lambda reader, index: read.append(index) or real(reader, index))

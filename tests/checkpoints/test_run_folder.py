@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from runs import Crash, crash_at, interrupt_at, make_pictures, outcome, said, states, train
 
+import vitral
 from vitral import events
+from vitral.api.inspection import write_run_page
 from vitral.checkpoints import write
 from vitral.errors import Interrupted, UserError
 
@@ -196,3 +199,30 @@ def test_what_makes_a_run_another_one_is_named(pictures, whole, tmp_path):
         train(pictures, run, "data.held_out=0.4")
     with pytest.raises(UserError, match=r"\(data\.augment was not given and is flip\)"):
         train(pictures, run, "data.augment=flip")
+
+
+VERBS: dict[str, Callable[[Path, Path], object]] = {
+    "resume": lambda run, pictures: train(pictures, run, "keep=3"),
+    "evaluate": lambda run, pictures: vitral.evaluate(run, pictures, device="cpu"),
+    "page": lambda run, pictures: write_run_page(run, pictures, device="cpu"),
+    "fewshot": lambda run, pictures: vitral.fewshot(run, pictures, shots=[1], device="cpu"),
+    "show": lambda run, pictures: vitral.show_recipe(run),
+}
+READ_BY = {
+    "recipe.toml": ("resume", "evaluate", "page", "fewshot", "show"),
+    "data.json": ("resume", "evaluate", "page"),
+    "split.json": ("resume", "evaluate", "page"),
+    "result.json": ("resume", "page"),
+}
+
+
+@pytest.mark.parametrize("name, verb", [(name, verb) for name, verbs in READ_BY.items() for verb in verbs])
+def test_a_damaged_file_of_a_run_is_one_sentence(name, verb, pictures, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    contents = (run / name).read_bytes()
+    cut = [contents[: len(contents) // 2], b"", b"null", b"[1]"] if name.endswith("json") else [b"model = ", b"[[["]
+    for damaged in (b"\x93\xff" * 99, b'"', *cut):
+        (run / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"^{re.escape(str(run / name))}"):
+            VERBS[verb](run, pictures)
+    VERBS[verb](whole, pictures)

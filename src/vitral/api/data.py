@@ -6,7 +6,6 @@ images that a run was trained on, by the content of each file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,9 +25,10 @@ from vitral.data.sources import DataSet, Split, open_data, open_images, restrict
 from vitral.data.splits import SPLIT_NAMES
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
-from vitral.recipe import Recipe, from_toml, with_dev
+from vitral.recipe import Recipe, from_file, with_dev
 from vitral.recipe_schema import DataRecipe
 from vitral.serving import unread
+from vitral.validation import read_object
 
 Encoded = bytes | bytearray | memoryview
 # A file or folder; a PIL image, uint8 pixels (height, width, channels) or (channels, height, width) of a tensor; an
@@ -82,7 +82,7 @@ def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
     that its weights are not tested on images that they were trained on."""
     folder = source if source is None or source.is_dir() else source.parent
     recipe = None if folder is None else folder / "recipe.toml"
-    share = from_toml(recipe.read_text("utf-8")).data.held_out if recipe is not None and recipe.is_file() else 0.0
+    share = from_file(recipe).data.held_out if recipe is not None and recipe.is_file() else 0.0
     return with_test_split(open_data(data, held_out=share or DataRecipe().held_out))
 
 
@@ -324,17 +324,13 @@ def _run_record(source: Source) -> RunRecord | None:
     folder = path if path is None or path.is_dir() else path.parent
     if folder is None or not (folder / "recipe.toml").is_file() or not (folder / "data.json").is_file():
         return None
-    contents = folder / "split.json"
-    return RunRecord(
-        folder,
-        RunContents.from_json(contents.read_text("utf-8")) if contents.is_file() else None,
-        json.loads((folder / "data.json").read_text("utf-8")),
-    )
+    fingerprints = read_object(folder / "data.json", "train", "evaluated")
+    return RunRecord(folder, RunContents.read(folder / "split.json"), fingerprints)
 
 
 def _same_split(record: RunRecord, data: str | Path, name: str) -> Split | None:
     """The held-out split of data whose images are named as in the run; None if some are not."""
-    recipe = from_toml((record.folder / "recipe.toml").read_text("utf-8"))
+    recipe = from_file(record.folder / "recipe.toml")
     same = open_as_trained(data, recipe, record.fingerprints["train"])
     return _split_named(same, name, record.fingerprints["evaluated"]) if same is not None else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from dataclasses import dataclass, replace
@@ -21,7 +20,8 @@ from vitral.cost import cost
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.names import name_of
-from vitral.recipe import from_toml, to_toml
+from vitral.recipe import from_file, to_toml
+from vitral.validation import read_object
 
 Layout = Literal["timm", "hf", "vitral"]
 
@@ -149,15 +149,15 @@ def _run_facts(source: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for key, path in (("result", source / "result.json"), ("data", source / "data.json")):
         if run.model.is_file() and path.is_file():
-            facts[key] = json.loads(path.read_text(encoding="utf-8"))
+            facts[key] = read_object(path)
     recipe = source / "recipe.toml"
     if facts and recipe.is_file():
-        facts["recipe"] = _public_recipe(recipe.read_text(encoding="utf-8"))
+        facts["recipe"] = _public_recipe(recipe)
     return facts
 
 
-def _public_recipe(text: str) -> str:
+def _public_recipe(path: Path) -> str:
     """With the name alone of a file in `init`: its folder may name people, and nobody else has it."""
-    recipe = from_toml(text)
+    recipe = from_file(path)
     name = re.split(r"[/\\]", recipe.init.rstrip("/\\"))[-1]
     return to_toml(recipe if is_hub_name(recipe.init) else replace(recipe, init=name))

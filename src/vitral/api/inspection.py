@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +38,12 @@ from vitral.models.build import Model, resolve_device
 from vitral.models.model import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
-from vitral.recipe import from_toml
+from vitral.recipe import from_file, to_toml
 from vitral.report.evaluation import Mistake, Reliability
 from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page, write_figures
 from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving import unread
+from vitral.validation import read_object
 
 MOST = 64  # images per page: what a person looks through, and a browser opens quickly
 MOST_MEASURED = 1024  # images that attention distances are computed over; the paper took 128
@@ -139,29 +139,28 @@ def write_run_page(folder: str | Path, data: Data | DataSet, *, device: str = ""
     model, card = load(run.path)
     resolved = resolve_device(device)
     model.to(resolved)
-    recipe = run.read_text("recipe.toml") or ""
-    settings = from_toml(recipe)
+    settings = from_file(run.path / "recipe.toml")
     opened = data if isinstance(data, DataSet) else open_restricted(data, settings)
     reported = opened.reported_split(settings.patience > 0)
     if reported is not None and _scored_others(run, reported):
         raise UserError(f"{run.path} was scored on other images than those of {opened.source}: pass its own data.")
-    result = json.loads(run.read_text("result.json") or "{}")
+    result = read_object(run.path / "result.json", "metrics")
     examples = None
     if reported is not None and card.preprocess is not None:
         examples = _examples(model, card, reported, card.preprocess, resolved)
     title = f"{_short_name(card)} on {Path(opened.source).name}"
-    page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
+    page = run_page(title, result, run.metrics(), model_facts(card), to_toml(settings), _learned(model), examples)
     run.write_text("page.html", page)
     return run.path / "page.html"
 
 
 def _scored_others(run: RunFolder, reported: Split) -> bool:
     """Whether the result of a run is of other images than these, by name, label or content."""
-    scored = json.loads(run.read_text("data.json") or "{}").get("evaluated")
+    scored = read_object(run.path / "data.json").get("evaluated")
     if scored not in (None, reported.fingerprint()):
         return True
-    contents = run.read_text("split.json")
-    return contents is not None and bool(RunContents.from_json(contents).changed(reported))
+    contents = RunContents.read(run.path / "split.json")
+    return contents is not None and bool(contents.changed(reported))
 
 
 def model_facts(card: Card) -> dict[str, str]:

@@ -24,7 +24,7 @@ from vitral.recipe import (
     Recipe,
     check_given_once,
     flips,
-    from_toml,
+    from_file,
     keys_of,
     override_list,
     with_dev,
@@ -238,7 +238,7 @@ def read_recipe(path: str | Path, model: str = "") -> Recipe:
     file = file / "recipe.toml" if file.is_dir() else file
     if not file.is_file():
         raise UserError(f"{file} is not a recipe file: `vitral show` prints one to start from.")
-    return from_toml(file.read_text("utf-8"))
+    return from_file(file)
 
 
 def _early_recipe(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:

@@ -180,10 +180,6 @@ class RunFolder:
         with atomic_write(self.path / name) as aside:
             aside.write_text(text, encoding="utf-8")
 
-    def read_text(self, name: str) -> str | None:
-        path = self.path / name
-        return path.read_text("utf-8") if path.exists() else None
-
     def forget_states(self) -> None:
         """Remove all states at the end of a run, when the model file is written."""
         shutil.rmtree(self.states, ignore_errors=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from vitral.data.parquet import ParquetReader
 from vitral.data.shards import TarReader
 from vitral.data.splits import DataSet, Reader, Split, SubsetReader, content_bytes
 from vitral.events import EventHandler, Progress, ignore_events
+from vitral.validation import read_object
 
 MAX_IMAGES = 100_000  # of a run, train and held out: hashing more would take minutes
 _PARALLEL = (FileReader, TarReader)  # readers without a state of their own
@@ -59,8 +60,11 @@ class RunContents:
         return cls(splits, evaluated)
 
     @classmethod
-    def from_json(cls, text: str) -> RunContents:
-        values: dict[str, Any] = json.loads(text)
+    def read(cls, path: Path) -> RunContents | None:
+        """Those in split.json, None if there is no such file; a damaged one is a UserError."""
+        if not path.is_file():
+            return None
+        values = read_object(path, "splits", "evaluated", "reason")
         splits = {name: SplitContents(**split) for name, split in values["splits"].items()}
         return cls(splits, values["evaluated"], values["reason"])
 

@@ -30,6 +30,7 @@ from vitral.recipe import Recipe, flips
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.callbacks import OwnParts, Transform, part_name
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
+from vitral.validation import read_object
 
 _DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
 # May differ in a resumed run: they affect memory, speed and disk, but not the result.
@@ -224,10 +225,10 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnP
 
 def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts) -> None:
     """Raise UserError if a resumed run has another recipe, other images or other parts than before."""
-    before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
+    before, now = recipes.values(recipes.from_file(folder.path / "recipe.toml")), recipes.values(recipe)
     keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
     changed = [f"{key} was {_stated(before[key])} and is {_stated(now[key])}" for key in keys]
-    facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data, recipe)
+    facts, images = read_object(folder.path / "data.json"), _fingerprints(data, recipe)
     others = [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
     if others and (source := facts.get("source")) != data.source:
         others = [f'its data was "{source}" and is "{data.source}"']
@@ -250,10 +251,9 @@ def _stated(value: object) -> object:
 
 def _check_contents(folder: RunFolder, data: DataSet, recipe: Recipe) -> None:
     """Raise UserError if the content of images has changed."""
-    text = folder.read_text("split.json")
-    if text is None:
+    contents = RunContents.read(folder.path / "split.json")
+    if contents is None:
         return
-    contents = RunContents.from_json(text)
     used = {
         split.name: split for split in (data.train, data.eval_split, data.reported_split(recipe.patience > 0)) if split
     }

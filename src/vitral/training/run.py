@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from vitral.training.parallel import (
 from vitral.training.resources import ResourceEstimate, estimate_resources, peak_bytes, reset_peak
 from vitral.training.setup import RunSetup, build_training, plan_run, read_data, worker_count
 from vitral.training.state import TrainState, restore_state, save_state
+from vitral.validation import read_object
 
 
 @dataclass(frozen=True)
@@ -212,11 +213,12 @@ def _claim(
     else:
         folder.best.unlink(missing_ok=True)  # of a run that ended before it saved a state
         record_run(folder, recipe, data, own_parts, on_event)
-    text = folder.read_text("result.json")
-    if text is None:
+    path = folder.path / "result.json"
+    if not path.exists():
         return None
+    result = RunResult(**read_object(path, *(item.name for item in fields(RunResult) if item.default is MISSING)))
     _clean_up(folder)
-    return RunResult(**json.loads(text))
+    return result
 
 
 def _resume(state: TrainState, own_parts: OwnParts, folder: RunFolder, world: World, on_event: EventHandler) -> None:
