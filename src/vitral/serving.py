@@ -7,7 +7,7 @@ CUDA graph in bfloat16; on a CPU the weights are packed for prediction.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -45,7 +45,7 @@ class ImagePrediction:
 
 @dataclass(frozen=True, repr=False)
 class PredictionResults(SummaryRepr):
-    """The results of all requested images, in their order."""
+    """The results of all requested images, one each in their order: an `UnreadableImage` where reading failed."""
 
     images: tuple[ImagePrediction | UnreadableImage, ...]
     precision: Precision = "float32"  # of the computation; an exported file has its own
@@ -54,6 +54,15 @@ class PredictionResults(SummaryRepr):
         first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
         unreadable = {"unreadable": f"{len(self.unreadable):,}"} if self.unreadable else {}
         return {"n": f"{len(self.rows):,}", **unreadable, **first}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[ImagePrediction | UnreadableImage]:
+        return iter(self.images)
+
+    def __getitem__(self, index: int) -> ImagePrediction | UnreadableImage:
+        return self.images[index]
 
     @property
     def rows(self) -> tuple[ImagePrediction, ...]:

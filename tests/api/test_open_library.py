@@ -110,6 +110,8 @@ def test_images_in_memory_are_predicted_like_files(weights: Path, colours: Path)
         assert vitral.predict(weights, stream).rows[0].probabilities == expected.probabilities
     (unreadable,) = vitral.predict(weights, [encoded, b"no image"]).unreadable
     assert unreadable.path == "image 1"
+    results = vitral.predict(weights, [b"no image", encoded])
+    assert (len(results), results[0].path, list(results)[1:]) == (2, "image 0", list(results.rows))
     mixed = vitral.predict(weights, [path, picture, colours / "red", pixels])
     assert [row.path for row in mixed.rows][:2] == [str(path), "image 1"]
     assert mixed.rows[-1].path == "image 3"

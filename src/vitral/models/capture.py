@@ -95,6 +95,9 @@ class AttentionCapture:
         self._model = model
         self._captures = captures
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keys={list(self.keys)})"
+
     @property
     def keys(self) -> tuple[LayerKey, ...]:
         """The keys of `seen[...]`, in the order of computation."""
