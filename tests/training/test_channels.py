@@ -137,3 +137,19 @@ def test_pictures_with_as_many_bands_as_there_are_means(tmp_path, channels, mode
     means = (f"data.{name}=" + ",".join(["0.5"] * channels) for name in ("mean", "std"))
     train(tmp_path / "pictures", tmp_path / "run", *means, "steps=1")
     assert vitral.load(tmp_path / "run")[0].config.channels == channels
+
+
+@pytest.mark.parametrize("first", ["grey", "unreadable"])
+def test_the_first_image_that_is_not_grey_states_the_channels(tmp_path, first):
+    for split, items in {"train": bands(60), "test": bands(30, seed=1)}.items():
+        for number, (image, label) in enumerate(items):
+            (tmp_path / "data" / split / label).mkdir(parents=True, exist_ok=True)
+            np.save(tmp_path / "data" / split / label / f"{number:02d}.npy", image)
+    path = tmp_path / "data" / "train" / "a" / "00.npy"
+    if first == "grey":
+        np.save(path, np.zeros((12, 12), np.uint8))
+    else:
+        path.write_bytes(b"not an array")
+    result = vitral.train(tmp_path / "data", out=tmp_path / "run", device="cpu", model=MODEL, set=[*WORDS, "steps=1"])
+    assert result.load()[0].config.channels == BANDS
+    assert len(result.results[0].unreadable) == (first == "unreadable")

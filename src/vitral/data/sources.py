@@ -261,12 +261,14 @@ def median_short_side(split: Split) -> int:
 
 
 def channels_of_images(split: Split, wanted: int = 3) -> int:
-    """The channels that the first image that can be read needs, see `channels_of`."""
+    """The channels that the first image needs that can be read and is not grey, see `channels_of`."""
     for index in evenly(len(split), _SAMPLE).tolist():
-        try:
-            return channels_of(split.reader.read(index), wanted)
-        except (ImageError, OSError):
-            continue
+        with contextlib.suppress(ImageError, OSError):
+            image = split.reader.read(index)
+            bands = image.shape[2] if isinstance(image, np.ndarray) else describe(image).channels
+            needed = channels_of(image, wanted)
+            if bands > 1 or needed != wanted:
+                return needed
     return wanted
 
 
