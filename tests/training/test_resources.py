@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from journeys import MODEL, QUICK, Command, colour_folder
+from torch import Tensor, nn
 
+import vitral
 from vitral import display
 from vitral.api import inspection
 from vitral.checkpoints.run import RunFolder
@@ -292,3 +294,53 @@ def test_pixels_count_as_memory_where_this_process_reads_them_later(tmp_path, wo
     estimate = ResourceEstimate(parts.config, 7, 0.0, 0.0)
     found = run._with_mapped_pixels(estimate, parts, tmp_path, World(0, 1, torch.device("cpu")))
     assert found.peak_bytes == 7 + 1000 * share
+
+
+class Buffered(nn.Module):
+    """A module with buffers that are counted up, assigned anew, empty at first, and not writable."""
+
+    seen: Tensor
+    mean: Tensor
+    first: Tensor | None
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("first", None)
+        self.register_buffer("scale", torch.ones(1).expand(3), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.mean((2, 3))
+        if self.training:
+            self.seen += 1
+            self.mean = 0.9 * self.mean + 0.1 * pixels.detach().mean(0)
+            self.first = self.mean if self.first is None else self.first
+        return self.layer(pixels * self.scale)
+
+
+def test_steps_of_the_estimate_leave_no_trace_in_buffers(tmp_path, monkeypatch):
+    module, before = Buffered(), {}
+
+    def estimated(state: TrainState, *rest: Any) -> ResourceEstimate:
+        estimate = resources.estimate_resources(state, *rest)
+        before.update(seen=module.seen.item(), mean=module.mean.tolist(), first=module.first)
+        return estimate
+
+    monkeypatch.setattr(run, "estimate_resources", estimated)
+    images = [(np.full((8, 8, 3), 90 * (number % 2), np.uint8), number % 2) for number in range(20)]
+    words = ["image=8", "steps=2", "batch=4", "workers=0"]
+    vitral.train(images, model=module, out=tmp_path / "run", device="cpu", set=words)
+    assert before == {"seen": 0, "mean": [0, 0, 0], "first": None}
+    assert (module.seen, module.scale.tolist()) == (2, [1, 1, 1])
+
+
+def test_buffers_of_scripted_modules_are_restored(tmp_path):
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    module = torch.jit.script(layers)
+    images = [(np.full((8, 8, 3), 90 * (number % 2), np.uint8), number % 2) for number in range(20)]
+    words = ["image=8", "steps=2", "batch=4", "workers=0"]
+    vitral.train(images, model=module, out=tmp_path / "run", device="cpu", set=words)
+    assert dict(module.named_buffers())["1.num_batches_tracked"] == 2

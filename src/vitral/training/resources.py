@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
@@ -47,8 +47,7 @@ def estimate_resources(
     that all would take. If the loss of the step is not finite, this raises UserError with the `nonfinite_reason`, which
     gets the indices of the step's images.
     """
-    # The steps would count in the running statistics of BatchNorm, and the machine's speed decides how many there are.
-    buffers = [(buffer, buffer.clone()) for buffer in state.objective.buffers()]
+    restore_buffers = _buffers_kept(state.objective)
     stream = batches(state.step)
     batch = next(stream)
     getattr(stream, "close", lambda: None)()
@@ -58,12 +57,33 @@ def estimate_resources(
     peak = peak_bytes(world.device)
     state.optimizer.state.clear()
     state.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    restore_buffers()
     if state.ema is not None:
         state.ema.reset()
     return ResourceEstimate(config, peak, step_seconds, evaluation_seconds)
+
+
+def _buffers_kept(module: nn.Module) -> Callable[[], None]:
+    """A function that gives all buffers the tensors and values that they have now.
+
+    The steps of the estimate would count in the running statistics of BatchNorm, and the machine's speed decides how
+    many there are. Modules may also assign new tensors to their buffers, or hold some that cannot be written.
+    """
+    kept = [
+        (owner, name, buffer, None if buffer is None else buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for owner, name, buffer, before in kept:
+            if buffer is not None and before is not None and not torch.equal(buffer, before):
+                buffer.copy_(before)
+            if getattr(owner, name, None) is not buffer:
+                setattr(owner, name, buffer)
+
+    return restore
 
 
 def initial_microbatch(rows: int, requested: int, device: torch.device) -> int:
