@@ -73,9 +73,11 @@ def is_a(value: Any, hint: Any) -> bool:
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
-    """The object in a JSON file of a run, with these keys; UserError if the file is damaged."""
+    """The object in a JSON file of a run, with these keys; UserError if the file is damaged or missing."""
     try:
         value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: restore it from a copy, or use another run.") from error
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not value.keys() >= set(keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -226,3 +227,17 @@ def test_a_damaged_file_of_a_run_is_one_sentence(name, verb, pictures, whole, tm
         with pytest.raises(UserError, match=f"^{re.escape(str(run / name))}"):
             VERBS[verb](run, pictures)
     VERBS[verb](whole, pictures)
+
+
+def test_a_missing_record_of_the_images_is_named_on_resume(pictures, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / "data.json").unlink()
+    with pytest.raises(UserError, match=f"^{re.escape(str(run / 'data.json'))} is missing"):
+        train(pictures, run, "keep=3")
+
+
+def test_a_result_may_have_values_of_another_version(pictures, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"a_value_of_another_version": 1}))
+    assert train(pictures, run, "keep=3").results[0].step == result["step"]

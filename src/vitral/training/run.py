@@ -216,9 +216,10 @@ def _claim(
     path = folder.path / "result.json"
     if not path.exists():
         return None
-    result = RunResult(**read_object(path, *(item.name for item in fields(RunResult) if item.default is MISSING)))
+    values = read_object(path, *(item.name for item in fields(RunResult) if item.default is MISSING))
     _clean_up(folder)
-    return result
+    known = {item.name for item in fields(RunResult)}  # another version of vitral may write more
+    return RunResult(**{name: value for name, value in values.items() if name in known})
 
 
 def _resume(state: TrainState, own_parts: OwnParts, folder: RunFolder, world: World, on_event: EventHandler) -> None:
