@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +191,20 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[s
     half = Preprocess("decode|resize(16)", (0.5,) * 3, (0.5,) * 3)
     vitral.save(build(TINY), root / "w.safetensors", Card(TINY, preprocess=half))
     return root / "photos", root / "w.safetensors", {f"{here}/moved-{there}.png" for there, here in moved}
+
+
+def test_the_page_shows_arrays_of_five_channels(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images = np.random.default_rng(0).integers(0, 120, (40, 20, 20, 5), np.uint8)
+    images[::2, ..., 0] += 120
+    labels = np.arange(40) % 2
+    labels[4] = 1
+    config = replace(TINY, channels=5)
+    half = Preprocess("decode|resize(16)", (0.5,) * 5, (0.5,) * 5)
+    data: Any = list(zip(images, labels.tolist(), strict=True))
+    report = vitral.check(data, model=(build(config), Card(config, preprocess=half)), output=tmp_path / "page.html")
+    assert report.suspects
+    assert (tmp_path / "page.html").read_text("utf-8").count("data:image/png;base64,") == len(report.suspects)
 
 
 def test_wrong_labels_are_ranked_first_and_shown_on_a_page(colours, tmp_path, command, monkeypatch):

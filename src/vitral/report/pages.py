@@ -237,7 +237,9 @@ def _figure(suspect: SuspectLabel, thumbnail: np.ndarray) -> str:
         f"{' (likely wrong)' if suspect.likely else ''}<br><small>{escape(suspect.image)}</small>"
     )
     caption = f'<figcaption style="font-weight:400;margin-top:.4rem">{caption}</figcaption>'
-    return f'<figure style="margin:0;overflow-wrap:anywhere">{image_tag(thumbnail, description)}{caption}</figure>'
+    return (
+        f'<figure style="margin:0;overflow-wrap:anywhere">{image_tag(as_rgb(thumbnail), description)}{caption}</figure>'
+    )
 
 
 class Figure(NamedTuple):
