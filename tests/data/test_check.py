@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from vitral.data.check import check
+from vitral.data.images import UnreadableImage
 from vitral.data.sources import dim_warning, open_data, restrict_train
 from vitral.errors import UserError
 from vitral.events import Event, Progress
@@ -305,3 +306,15 @@ def test_large_train_splits_are_searched_without_crops(tmp_path, monkeypatch):
     assert {pair[:2] for pair in report.near} == uncropped
     assert [pair[:2] for pair in report.leaks] == [leak]
     assert "not searched for above 17 images" in report.notes[-1]
+
+
+def test_images_with_other_channels_are_listed_as_training_leaves_them_out(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            np.save(
+                tmp_path / name / f"{number}.npy", np.random.default_rng(number).integers(0, 256, (20, 20, 5), np.uint8)
+            )
+    np.save(tmp_path / "a" / "0.npy", np.zeros((20, 20), np.uint8))
+    np.save(tmp_path / "b" / "3.npy", np.zeros((20, 20, 3), np.uint8))
+    assert check(tmp_path).unreadable == (UnreadableImage("b/3.npy", "the file has 3 channels, not 5"),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,8 +18,8 @@ from vitral.data import copies
 from vitral.data.arrays import dim_note
 from vitral.data.copies import MIN_SIDE, THRESHOLDS, UNREADABLE, ImageSignature, signature
 from vitral.data.folders import EmptyClass, read_folder
-from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe, largest_deep_value
-from vitral.data.sources import DataSet, Split, open_data
+from vitral.data.images import ImageError, ImageFacts, UnreadableImage, channels_of, describe, largest_deep_value
+from vitral.data.sources import DataSet, Split, channels_of_images, open_data
 from vitral.data.splits import HELD_OUT, similar_names, strata, stratified, too_few_classes
 from vitral.data.workers import map_images
 from vitral.display import SummaryRepr
@@ -127,7 +128,8 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
     data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []
     total = sum(map(len, data.splits))
-    for chunk in map_images(_read, data.splits, workers):
+    channels = channels_of_images(next(filter(len, data.splits), data.train))
+    for chunk in map_images(partial(_read, channels=channels), data.splits, workers):
         images += chunk
         on_event(Progress("checking", len(images), total))
     return _report(data, images, on_event)
@@ -141,10 +143,13 @@ def open_to_check(source: str | Path) -> DataSet:
         return dataclasses.replace(read_folder(error.folder, held_out=0, empty=True), source=str(source))
 
 
-def _read(split: Split, index: int) -> _Image:
+def _read(split: Split, index: int, channels: int) -> _Image:
+    """`channels` are those of the model that would be trained, which leaves out images with others."""
     try:
         data = split.reader.read(index)
         facts = describe(data) if isinstance(data, bytes) else _pixel_facts(data)
+        if channels_of(data, channels) != channels:
+            raise ImageError(f"the file has {facts.channels} channels, not {channels}")
         largest = largest_deep_value(data) if isinstance(data, bytes) and facts.bits > 8 else 0
         return _Image(facts, "", signature(data), largest)
     except ImageError as error:
