@@ -153,3 +153,19 @@ def test_the_first_image_that_is_not_grey_states_the_channels(tmp_path, first):
     result = vitral.train(tmp_path / "data", out=tmp_path / "run", device="cpu", model=MODEL, set=[*WORDS, "steps=1"])
     assert result.load()[0].config.channels == BANDS
     assert len(result.results[0].unreadable) == (first == "unreadable")
+
+
+def test_few_shots_of_images_with_other_channels(tmp_path):
+    weights = tmp_path / "rgb.safetensors"
+    vitral.save(vitral.create("ViT-Ti/4@8", classes=0, **SMALL), weights)
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(3):
+                np.save(tmp_path / "data" / split / name / f"{number}.npy", np.full((12, 12, 5), number, np.uint8))
+    with pytest.raises(UserError, match=r"a/0.npy first \(the file has 5 channels, not 3\): see `vitral check`"):
+        vitral.fewshot(weights, tmp_path / "data", shots=[1], device="cpu")
+    for path in (tmp_path / "data").rglob("[01].npy"):
+        np.save(path, np.load(path)[..., :3])
+    result = vitral.fewshot(weights, tmp_path / "data", shots=[1], device="cpu")
+    assert "2 of 6 train images cannot be read (train/a/2.npy: the file has 5 channels, not 3)." in result.notes

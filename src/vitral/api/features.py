@@ -18,7 +18,7 @@ from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_readable_message
 from vitral.architecture import Size
 from vitral.atomic import check_writable
-from vitral.checkpoints.card import Preprocess
+from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.hub import located
 from vitral.cost import cost
 from vitral.data.images import UnreadableImage
@@ -124,6 +124,7 @@ def fewshot(
 
     with displayed(on_event) as handler:
         train, test = features(opened.train, handler), features(held_out, handler)
+    left_out = _left_out(opened.train, train, card) + _left_out(held_out, test, card)
     (train_x, train_y), (test_x, test_y) = train.readable(), test.readable()
     classes = len(opened.train.classes)
     few: list[FewShotResult] = []
@@ -145,11 +146,23 @@ def fewshot(
         kept=str(train.path or ""),
         notes=(
             *opened.messages,
+            *left_out,
             *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
         ),
         seeds=seeds,
         l2=l2,
     )
+
+
+def _left_out(split: Split, features: SplitFeatures, card: Card) -> tuple[str, ...]:
+    """A note about the images that the model cannot read; raises if those are all of the split."""
+    missing = np.flatnonzero(~features.valid)
+    if not len(missing):
+        return ()
+    first = unread(split, int(missing[0]), card.architecture.channels)
+    if len(missing) == len(split):
+        raise UserError(f"{none_readable_message(first)}: see `vitral check`, or name other data.")
+    return (f"{len(missing):,} of {len(split):,} {split.name} images cannot be read ({first.path}: {first.reason}).",)
 
 
 def _too_few(labels: np.ndarray, classes: int, shots: int) -> str:
