@@ -38,7 +38,14 @@ def clean(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
-@pytest.mark.parametrize("largest, levels", [(4095, "4,095 of 65,535, of which 8 bits keep 16 levels"), (40_000, "")])
+@pytest.mark.parametrize(
+    "largest, levels",
+    [
+        (255, "255 of 65,535, of which 8 bits keep 1 level:"),
+        (4095, "4,095 of 65,535, of which 8 bits keep 16 levels:"),
+        (40_000, ""),
+    ],
+)
 def test_images_of_16_bits_with_small_values_are_reported(tmp_path, suffix, largest, levels):
     for number in range(8):
         values = np.random.default_rng(number).integers(0, largest, (40, 48)).astype(np.uint16)

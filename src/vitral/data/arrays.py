@@ -41,7 +41,8 @@ def dim_note(largest: int) -> str:
     """What 8 bits keep of 16-bit images with values up to `largest`, if that is little; else empty."""
     if not 0 < largest < _DIM:
         return ""
-    kept = f"of which 8 bits keep {(largest >> 8) + 1} levels"
+    levels = (largest >> 8) + 1
+    kept = f"of which 8 bits keep {levels} level{'s' * (levels > 1)}"
     return f"the values of 16-bit images end at {largest:,} of 65,535, {kept}: scale them to the whole range"
 
 
