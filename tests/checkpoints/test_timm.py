@@ -241,6 +241,31 @@ def test_any_changed_argument_is_read_or_refused(name, fewest, tmp_path):
     assert equal >= fewest
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu"])
+def test_a_gate_of_an_unknown_architecture_with_another_activation_is_refused(activation, tmp_path):
+    """The tensors of an MLP with a gate do not show its activation, which is SiLU in every model of timm."""
+    outside("timm")
+    arguments = {**shrunk("vit_giant_patch14_dinov2"), "act_layer": activation}
+    folder = save(build("vit_giant_patch14_dinov2", arguments), tmp_path / "model", arguments)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architecture": "vit_of_ones_own"}))
+    with pytest.raises(UserError, match=f"gated MLPs with {activation} are not supported"):
+        read(folder)
+
+
+@pytest.mark.parametrize("stated", [{}, {"pool_include_prefix": False}, {"pool_include_prefix": True}])
+def test_what_attention_pooling_of_an_unknown_architecture_reads_is_assumed_with_a_note(stated, tmp_path):
+    outside("timm")
+    arguments = {**shrunk("vit_base_patch16_siglip_224"), "reg_tokens": 3, **stated}
+    model, pixels = build("vit_base_patch16_siglip_224", arguments), images(arguments)
+    folder = save(model, tmp_path / "model", arguments)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architecture": "vit_of_ones_own"}))
+    found = read(folder).weights
+    assert relative_gap(run(found, pixels), outcome(model, pixels)) <= LIMIT
+    assert any("pool_include_prefix=False" in change for change in found.changes) == (not stated)
+
+
 # -------------------------------------------------------------------------------------------- details of folders
 
 

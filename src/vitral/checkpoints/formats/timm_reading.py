@@ -106,8 +106,7 @@ def read_header(header: CheckpointHeader) -> TimmFile:
     model = named.model if named else "Eva" if _is_eva(header) else "VisionTransformer"
     arguments = {**(named.arguments if named else _defaults(model)), **overrides}
     if missing := missing_parts(model, arguments):
-        name = named.name if named else "the file"
-        raise UserError(f"{name} uses {_listed(missing)}, which vitral does not have.")
+        raise UserError(f"{named.name if named else 'the file'} uses {_listed(missing)}, which vitral does not have.")
     shown = _shown(header)
     stated = fields_of(model, arguments)
     if named:
@@ -118,6 +117,8 @@ def read_header(header: CheckpointHeader) -> TimmFile:
     else:
         known = {key: stated[key] for key, name in _STATED_BY.items() if name in overrides}
         known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
+        if shown["swiglu"] and "act_layer" in overrides:
+            raise UserError(f"its gated MLPs with {overrides['act_layer']} are not supported: use timm for it.")
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
 
@@ -268,6 +269,8 @@ def _guessed(
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [f"heads={hidden['heads']}"] if same and not stated_heads else []  # `heads_of` records others
     assumed += [f"axes of RoPE={hidden['rope'].axes}"] if hidden["rope"] else []
+    if hidden["pool"] == "map" and "map_prefix" not in known and (shown["class_token"] or shown["registers"]):
+        assumed.append(f"pool_include_prefix={hidden['map_prefix']}")
     options = " or ".join(f"{key}=" for key in (*HINTED, "heads") if any(one.startswith(key) for one in assumed))
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
     models = "models with these tensors have" if similar else "plain ViT has"
@@ -320,9 +323,6 @@ def _heads(header: CheckpointHeader, shown: dict[str, Any], same: list[_Candidat
         names = " and ".join(f"{name} ({count})" for count, name in heads.items())
         raise UserError(f"the file does not state its number of heads, in which {names} differ: pass heads=.")
     return next(iter(heads)) if heads else heads_of(header, shown["depth"], shown["width"])
-
-
-# ---------------------------------------------------------------------------------------------------------- the rest
 
 
 def _file(
