@@ -45,7 +45,10 @@ class ImagePrediction:
 
 @dataclass(frozen=True, repr=False)
 class PredictionResults(SummaryRepr):
-    """The results of all requested images, one each in their order: an `UnreadableImage` where reading failed."""
+    """The results of all requested images in their order, an `UnreadableImage` where reading failed.
+
+    Several in one folder have one each; a file that is named twice has one.
+    """
 
     images: tuple[ImagePrediction | UnreadableImage, ...]
     precision: Precision = "float32"  # of the computation; an exported file has its own

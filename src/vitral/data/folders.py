@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.arrays import NPY, ImageError
+from vitral.data.arrays import NPY
+from vitral.data.images import ImageError
 from vitral.data.pixels import eight_bit_array
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, content_bytes, make_dataset, natural_key, split_name
 from vitral.errors import UserError
